@@ -1,0 +1,33 @@
+"""The few words that the recurrence and the score rules are written in.
+
+The bodies here are their meaning on Python numbers and NumPy arrays. A compiled target gives the same words their
+meaning there (`cpu/lanes.py` for SIMD lanes), so `recurrence.py` and `scores.py` need no second version.
+"""
+
+import numpy as np
+
+
+def select(mask, a, b):
+    """`a` where `mask` holds, else `b`. Never arithmetic on the mask: what isn't selected can't leak, NaN included."""
+    return np.where(mask, a, b)[()]
+
+
+def maximum(a, b):
+    """The larger one. A NaN may be dropped: the recurrence carries NaN in the sum, not in the maximum."""
+    return select(a > b, a, b)
+
+
+def exp2(x):
+    """2 to the power x; 0 for -inf, NaN for NaN."""
+    return np.exp2(x)
+
+
+def log2(x):
+    """Base-2 logarithm; -inf for 0."""
+    with np.errstate(divide="ignore"):
+        return np.log2(x)
+
+
+def tanh(x):
+    """Hyperbolic tangent."""
+    return np.tanh(x)
