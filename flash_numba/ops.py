@@ -31,3 +31,15 @@ def log2(x):
 def tanh(x):
     """Hyperbolic tangent."""
     return np.tanh(x)
+
+
+def as_int(x):
+    """The bits of a float as an integer of the same size."""
+    x = np.asarray(x)
+    return x.view(f"i{x.itemsize}")[()]
+
+
+def as_float(x):
+    """The bits of an integer as a float of the same size."""
+    x = np.asarray(x)
+    return x.view(f"f{x.itemsize}")[()]

@@ -1,0 +1,31 @@
+"""What every benchmark of a run shares: the shapes asked for, and whether there is a GPU."""
+
+import pytest
+
+from benchmarks.ceilings import machine
+from benchmarks.gpu import why_no_gpu
+from benchmarks.shapes import SETS
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shapes", choices=sorted(SETS), default="short", help="short (CI's, under two minutes) or full (every shape)"
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "shape" in metafunc.fixturenames:
+        shapes = SETS[metafunc.config.getoption("--shapes")]
+        metafunc.parametrize("shape", shapes, ids=[shape.name for shape in shapes])
+
+
+@pytest.fixture(scope="session")
+def no_gpu():
+    """Why the CUDA rows can't run, or None."""
+    return why_no_gpu()
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    # The host's name is nobody's business in a published table.
+    machine_info.pop("node", None)
+    machine_info["flash_numba"] = {**machine(), "no_gpu": why_no_gpu()}

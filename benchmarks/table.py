@@ -1,0 +1,118 @@
+"""The table that CI prints, from pytest-benchmark's JSON: python -m benchmarks.table bench.json [--markdown]"""
+
+import argparse
+import json
+from pathlib import Path
+
+BASELINE = "NumPy one-shot"
+GPU_ROW = "CUDA"
+
+
+def milliseconds(seconds: float) -> str:
+    """Three figures, never an exponent."""
+    value = 1e3 * seconds
+    return f"{value:.4f}" if value < 0.1 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def measured(report: dict) -> dict:
+    """(shape, dtype) -> {backend: pytest-benchmark's entry}, in the order of the run."""
+    problems: dict = {}
+    for entry in report["benchmarks"]:
+        about = entry["extra_info"]
+        problems.setdefault((about["shape"], about["dtype"]), {})[about["backend"]] = entry
+    return problems
+
+
+def detail(report: dict) -> list[list[str]]:
+    """One line a shape, dtype and backend: see DETAIL_HEADINGS."""
+    no_gpu = report["machine_info"]["flash_numba"]["no_gpu"]
+    rows = []
+    for (shape, dtype), backends in measured(report).items():
+        baseline = backends.get(BASELINE)
+        for backend, entry in backends.items():
+            about, median = entry["extra_info"], entry["stats"]["median"]
+            ratio = f"{baseline['stats']['median'] / median:.2f}x" if baseline else ""
+            speed = [f"{about['gflops']:.1f}", percent(about["share_of_peak"]), ratio]
+            rows.append([shape, dtype, backend, milliseconds(median), *speed])
+        if no_gpu and GPU_ROW not in backends:
+            rows.append([shape, dtype, GPU_ROW, "no GPU", "", "", ""])
+    return rows
+
+
+DETAIL_HEADINGS = ["shape", "dtype", "backend", "ms", "GFLOP/s", "of the peak", "over NumPy one-shot"]
+
+
+def side_by_side(report: dict) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines: a shape a line, a backend a column, in milliseconds."""
+    no_gpu = report["machine_info"]["flash_numba"]["no_gpu"]
+    problems = measured(report)
+    backends = list(dict.fromkeys(backend for entries in problems.values() for backend in entries))
+    if GPU_ROW not in backends:
+        backends.append(GPU_ROW)
+    missing = {GPU_ROW: "no GPU" if no_gpu else ""}
+    rows = [
+        [shape, dtype]
+        + [
+            milliseconds(entries[backend]["stats"]["median"]) if backend in entries else missing.get(backend, "")
+            for backend in backends
+        ]
+        for (shape, dtype), entries in problems.items()
+    ]
+    return ["shape", "dtype", *(f"{backend}, ms" for backend in backends)], rows
+
+
+def about(report: dict) -> str:
+    """The machine and the versions, in a line."""
+    of = report["machine_info"]["flash_numba"]
+    gpu = of["no_gpu"] or "GPU found"
+    return (
+        f"{of['cpu']} ({of['llvm_cpu']}), {of['cores']} cores, {' '.join(of['simd'])}; "
+        f"Python {of['python']}, Numba {of['numba']}, NumPy {of['numpy']}; {gpu}"
+    )
+
+
+def markdown(headings: list[str], rows: list[list[str]], text_columns: int = 1) -> str:
+    """A Markdown table; all but the first columns are aligned right."""
+    rule = ["---"] * text_columns + ["---:"] * (len(headings) - text_columns)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rule, *rows])
+
+
+def show(title: str, headings: list[str], rows: list[list[str]], text_columns: int) -> None:
+    """Print a table on the terminal; logs of CI have no width of their own."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    table = Table(title=title, title_justify="left")
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if column < text_columns else "right", no_wrap=True)
+    for above, row in zip([None, *rows], rows, strict=False):
+        if above and above[:2] != row[:2] and text_columns > 2:
+            table.add_section()
+        table.add_row(*row)
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.split(":")[0])
+    parser.add_argument("report", type=Path, help="what pytest wrote with --benchmark-json")
+    parser.add_argument("--markdown", action="store_true", help="Markdown instead of a terminal's table")
+    options = parser.parse_args(arguments)
+    report = json.loads(options.report.read_text())
+    headings, rows = side_by_side(report)
+    if options.markdown:
+        print(about(report), markdown(DETAIL_HEADINGS, detail(report), 3), markdown(headings, rows, 2), sep="\n\n")
+        return
+    print(about(report))
+    show("Forward attention, medians", DETAIL_HEADINGS, detail(report), 3)
+    show("Side by side", headings, rows, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What the words of `ops.py` mean on SIMD lanes, and the formulas that Numba may inline for them.
+
+Written in Python on `simd.Lanes`; literals take the lane's type. Float32 and float64 differ in polynomials only.
+"""
+
+import inspect
+
+from numba.extending import overload, register_jitable
+
+from .. import dtypes, ops, recurrence, scores
+from ..ops import as_float, as_int
+from .simd import Lanes, log2_of_lane
+
+INLINE = {"forceinline": True}
+
+
+def formulas(module):
+    """The functions that a module defines itself."""
+    return [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
+
+
+def meaning(word, **by_dtype):
+    """Give a word its meaning on lanes, for each lane type or for all of them (`every`)."""
+
+    @overload(word, jit_options=INLINE, strict=False)
+    def choose(*args):
+        if isinstance(args[0], Lanes):
+            return by_dtype.get(str(args[0].dtype), by_dtype.get("every"))
+        return None
+
+
+# 1.5 * 2**(mantissa bits) + exponent bias: adding it rounds x to an integer n and leaves n + bias in the low bits.
+ROUND_32 = 12582912.0 + 127.0
+ROUND_64 = 6755399441055744.0 + 1023.0
+
+
+def exp2_float32(x):
+    """2**x for x < 128 to 1.2e-7 relative; exactly 0 up to -127, exactly 1 at 0.
+
+    The clamp is a comparison that a NaN fails, and the power of two is a factor, not an addition to the exponent bits,
+    which would turn some NaNs into numbers.
+    """
+    x = ops.select(x < -127.0, -127.0, x)
+    t = x + ROUND_32
+    f = x - (t - ROUND_32)
+    p = 1.5403530e-4 * f + 1.3333558e-3
+    p = p * f + 9.6181291e-3
+    p = p * f + 5.5504109e-2
+    p = p * f + 2.4022651e-1
+    p = p * f + 6.9314718e-1
+    p = p * f + 1.0
+    return p * as_float(as_int(t) << 23)
+
+
+def exp2_float64(x):
+    """2**x for x < 1024 to 3e-16 relative, likewise: Taylor's coefficients ln(2)**k / k!, of which 13 suffice on [-1/2, 1/2]."""
+    x = ops.select(x < -1023.0, -1023.0, x)
+    t = x + ROUND_64
+    f = x - (t - ROUND_64)
+    p = 1.3691488853904128e-12 * f + 2.5678435993488206e-11
+    p = p * f + 4.4455382718708115e-10
+    p = p * f + 7.0549116208011235e-09
+    p = p * f + 1.01780860092396997e-07
+    p = p * f + 1.3215486790144307e-06
+    p = p * f + 1.5252733804059841e-05
+    p = p * f + 1.5403530393381606e-04
+    p = p * f + 1.3333558146428443e-03
+    p = p * f + 9.6181291076284769e-03
+    p = p * f + 5.5504108664821580e-02
+    p = p * f + 2.4022650695910071e-01
+    p = p * f + 6.9314718055994531e-01
+    p = p * f + 1.0
+    return p * as_float(as_int(t) << 52)
+
+
+meaning(ops.exp2, float32=exp2_float32, float64=exp2_float64)
+meaning(ops.log2, every=lambda x: log2_of_lane(x))
+
+# Whatever is written in these words alone compiles as it stands.
+for _formula in (ops.maximum, *formulas(recurrence), *formulas(scores), *formulas(dtypes)):
+    register_jitable(**INLINE)(_formula)

@@ -1,0 +1,151 @@
+"""Running a kernel: compile or load it, hand out threads and scratch, stay interruptible.
+
+A kernel is one serial C function of three addresses (problem, control, scratch). One thread calls it directly; several
+call it through one small parallel driver, which serves every kernel, and share the work items by tickets. Which thread
+computes an item changes nothing in the result.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+
+import numba
+import numpy as np
+from numba import njit, prange, types
+from numba.core.ccallback import CFunc
+
+from . import forward
+from .kernel_cache import KernelCache
+from .plan import LINE, make_control
+from .rows import JIT
+from .simd import TILE, call_worker
+
+Progress = Callable[[int, int], None]
+
+# FLOPs under which a second thread costs more than it brings (a parallel launch takes about 20 us).
+SERIAL_FLOPS = 2e6
+# FLOPs a thread does in 50 ms at most: longer calls run beside the calling thread, which waits and stays interruptible.
+WATCHED_FLOPS = 5e9
+
+SERIAL_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+_lock = threading.RLock()
+_workers: dict[np.dtype, int] = {}
+_driver = None
+_launched = False  # whether this process has started Numba's threads
+_forked = False  # whether it was forked from one that had: they don't exist here
+
+
+def _after_fork() -> None:
+    global _forked, _lock, _workqueue_lock
+    _forked = _launched
+    _lock, _workqueue_lock = threading.RLock(), threading.Lock()
+
+
+_workqueue_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def worker_address(dtype: np.dtype) -> int:
+    """The forward kernel for float32 or float64 as a C function, compiled or from the disk cache."""
+    if dtype not in _workers:
+        with _lock:
+            real = numba.from_dtype(dtype)
+            signature = types.void(types.intp, types.intp, types.CPointer(real))
+            kernel = CFunc(forward.forward, (signature.args, signature.return_type), locals={}, options=JIT)
+            kernel._cache = KernelCache(f"forward_{dtype}")
+            kernel.compile()
+            _workers[dtype] = kernel.address
+    return _workers[dtype]
+
+
+def drive(worker, problem, control, scratch, scratch_bytes, threads):
+    """Call the worker on every thread, each with scratch of its own."""
+    for t in prange(threads):
+        call_worker(worker, problem, control, scratch + t * scratch_bytes)
+
+
+def parallel_driver():
+    global _driver, _launched
+    if _driver is None:
+        with _lock:
+            driver = njit(parallel=True, nogil=True)(drive)
+            driver._cache = KernelCache("drive")
+            driver.compile(types.void(*[types.intp] * 6))
+            driver.disable_compile()
+            _driver, _launched = driver, True
+    return _driver
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def run(problem: np.ndarray, dtype: np.dtype, flops: float, keep: object, progress: Progress | None) -> None:
+    """Run the forward for a `problem.PROBLEM` record in float32 or float64.
+
+    keep: the arrays whose addresses the problem holds; they live as long as a thread may write to them.
+    """
+    worker = worker_address(dtype)
+    control = make_control(problem, TILE.bits // 8 // dtype.itemsize * TILE.vectors, dtype.itemsize)
+    items = int(control["items"])
+    threads = 1
+    if flops > SERIAL_FLOPS and items > 1 and not _forked:
+        threads = min(numba.get_num_threads(), items)
+    scratch_bytes = int(control["end"])
+    scratch = np.empty(threads * scratch_bytes + LINE, np.uint8)
+    start = -(-address(scratch) // LINE) * LINE
+
+    def call(alive=(problem, control, scratch, keep)):
+        if threads == 1:
+            SERIAL_CALL(worker)(address(problem), address(control), start)
+        else:
+            run_parallel(worker, address(problem), address(control), start, scratch_bytes, threads)
+
+    if progress is None and (flops <= WATCHED_FLOPS * threads or not in_main_thread()):
+        call()
+    else:
+        run_watched(call, control, items, progress)
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def run_parallel(worker, problem, control, scratch, scratch_bytes, threads) -> None:
+    driver = parallel_driver()
+    if numba.threading_layer() == "workqueue":  # which aborts the process on concurrent calls
+        with _workqueue_lock:
+            driver(worker, problem, control, scratch, scratch_bytes, threads)
+    else:
+        driver(worker, problem, control, scratch, scratch_bytes, threads)
+
+
+def run_watched(call: Callable[[], None], control: np.ndarray, items: int, progress: Progress | None) -> None:
+    """Make the call in a helper thread and wait for it here, where Ctrl-C can arrive; report progress meanwhile."""
+    done = threading.Event()
+    failure: list[BaseException] = []
+
+    def body():
+        try:
+            call()
+        except BaseException as error:
+            failure.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=body, name="flash_numba", daemon=True).start()
+    try:
+        while not done.wait(0.1):
+            if progress is not None:
+                progress(min(int(control["ticket"]), items), items)
+    except BaseException:
+        control["cancel"] = 1
+        done.wait()  # within milliseconds: every thread looks at the flag before each block of keys
+        raise
+    if failure:
+        raise failure[0]
+    if progress is not None:
+        progress(items, items)

@@ -1,0 +1,155 @@
+"""Rows of any element format in and out of a kernel's own floats, converted on the way.
+
+Whole rows of the usual formats go through plain loops, which LLVM vectorises; strided columns and foreign byte order
+are read and written one element at a time.
+"""
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from ..dtypes import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    SWAPPED,
+    bfloat16_to_float32,
+    float16_to_float32,
+    float32_to_bfloat16,
+    float32_to_float16,
+)
+from ..ops import as_float, as_int
+from .simd import itemsize, lane, pointer_to, scalar, swap_bytes
+
+# Without "nnan" and "ninf", which would make x == -inf and x != x false; without "reassoc", so that the same bits come
+# out of every copy of a formula.
+JIT = {"fastmath": {"contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True}
+
+uint16_at = pointer_to(types.uint16)
+int32_at = pointer_to(types.int32)
+int64_at = pointer_to(types.int64)
+float32_at = pointer_to(types.float32)
+float64_at = pointer_to(types.float64)
+
+BITS16 = 0xFFFF
+
+
+@njit(**JIT)
+def half_bits(address, i, swapped):
+    bits = uint16_at(address)[i]
+    return lane(np.int32(swap_bytes(bits) if swapped else bits))
+
+
+@njit(**JIT)
+def read_float32(address, code):
+    """One element as float32."""
+    swapped = code & SWAPPED
+    kind = code & (SWAPPED - 1)
+    if kind == FLOAT32:
+        bits = int32_at(address)[0]
+        return scalar(as_float(lane(swap_bytes(bits) if swapped else bits)))
+    if kind == FLOAT16:
+        return scalar(float16_to_float32(half_bits(address, 0, swapped)))
+    return scalar(bfloat16_to_float32(half_bits(address, 0, swapped)))
+
+
+@njit(**JIT)
+def read_float64(address, code):
+    bits = int64_at(address)[0]
+    return scalar(as_float(lane(swap_bytes(bits) if code & SWAPPED else bits)))
+
+
+@njit(**JIT)
+def fetch_row_float32(row, n, address, stride, code):
+    """n elements at an address, `stride` bytes apart, into a row of floats."""
+    if code == FLOAT32 and stride == 4:
+        for c in range(n):
+            row[c] = float32_at(address)[c]
+    elif code == FLOAT16 and stride == 2:
+        for c in range(n):
+            row[c] = scalar(float16_to_float32(half_bits(address, c, False)))
+    elif code == BFLOAT16 and stride == 2:
+        for c in range(n):
+            row[c] = scalar(bfloat16_to_float32(half_bits(address, c, False)))
+    else:
+        for c in range(n):
+            row[c] = read_float32(address + c * stride, code)
+
+
+@njit(**JIT)
+def fetch_row_float64(row, n, address, stride, code):
+    if code == FLOAT64 and stride == 8:
+        for c in range(n):
+            row[c] = float64_at(address)[c]
+    else:
+        for c in range(n):
+            row[c] = read_float64(address + c * stride, code)
+
+
+@njit(**JIT)
+def write_row_float32(address, stride, code, row, n):
+    """A row of floats out, `stride` bytes apart, in the given format."""
+    if code == FLOAT32:
+        for c in range(n):
+            float32_at(address + c * stride)[0] = row[c]
+        return
+    swapped = code & SWAPPED
+    kind = code & (SWAPPED - 1)
+    for c in range(n):
+        to = address + c * stride
+        x = lane(row[c])
+        if kind == FLOAT32:
+            int32_at(to)[0] = swap_bytes(scalar(as_int(x)))
+        else:
+            half = scalar(float32_to_float16(x) if kind == FLOAT16 else float32_to_bfloat16(x))
+            bits = np.uint16(half & BITS16)
+            uint16_at(to)[0] = swap_bytes(bits) if swapped else bits
+
+
+@njit(**JIT)
+def write_row_float64(address, stride, code, row, n):
+    for c in range(n):
+        bits = scalar(as_int(lane(row[c])))
+        int64_at(address + c * stride)[0] = swap_bytes(bits) if code & SWAPPED else bits
+
+
+def fetch_row(row, n, address, stride, code):
+    """n elements at an address, `stride` bytes apart and in the format `code`, into a row of the kernel's floats."""
+    raise NotImplementedError
+
+
+def write_row(address, stride, code, row, n):
+    """A row of the kernel's floats to an address, `stride` bytes apart and in the format `code`."""
+    raise NotImplementedError
+
+
+@njit(**JIT)
+def in_place(like, address, strides, code):
+    """Whether rows at an address can be read as the kernel's own floats: its format, contiguous columns, aligned rows."""
+    size = itemsize(like)
+    own = FLOAT32 if size == 4 else FLOAT64
+    return code == own and strides[3] == size and address % size == 0 and strides[2] % size == 0
+
+
+@overload(fetch_row)
+def _fetch_row(row, n, address, stride, code):
+    chosen = fetch_row_float32 if row.dtype == types.float32 else fetch_row_float64
+    return lambda row, n, address, stride, code: chosen(row, n, address, stride, code)
+
+
+@overload(write_row)
+def _write_row(address, stride, code, row, n):
+    chosen = write_row_float32 if row.dtype == types.float32 else write_row_float64
+    return lambda address, stride, code, row, n: chosen(address, stride, code, row, n)
+
+
+@njit(fastmath=JIT["fastmath"] | {"reassoc"}, error_model="numpy", nogil=True)
+def all_finite(rows, n, columns, stride):
+    """Whether n rows hold neither NaN nor infinity: x * 0 is 0 or NaN. A sum that LLVM may reorder is quick and as good."""
+    bad = rows[0] - rows[0]
+    for j in range(n):
+        for c in range(columns):
+            x = rows[j * stride + c]
+            bad += x - x
+    return bad == bad

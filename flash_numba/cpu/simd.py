@@ -1,0 +1,550 @@
+"""SIMD lanes for Numba: the one file with LLVM IR.
+
+A `Lanes` value holds one number per query row, in the vector registers of one register tile. Operators, comparisons and
+`ops.select` on it are single instructions; everything else (`exp2` and so on) is written in Python on top, in `lanes.py`.
+`load` and `store` move a row of lanes; `outer_product` is the register-tile step that both matrix products are made of.
+The bottom of the file has what a launch needs: raw addresses, records, atomics, calls by address.
+"""
+
+import operator
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import from_dtype
+from numba.core import cgutils, types
+from numba.core.registry import cpu_target
+from numba.core.typeconv import Conversion
+from numba.core.typing import signature
+from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model, type_callable
+
+from .. import ops
+
+I32, I64 = ir.IntType(32), ir.IntType(64)
+LLVM_FLOAT = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
+SAME_SIZE_INT = {types.float32: types.int32, types.float64: types.int64}
+
+
+class RegisterTile(NamedTuple):
+    """How a matrix product fills the vector registers: `rows` x `vectors` accumulators of `bits` each."""
+
+    bits: int
+    rows: int
+    vectors: int
+    fma: bool
+
+    def register(self, dtype: types.Type) -> int:
+        """Lanes in one vector register."""
+        return self.bits // dtype.bitwidth
+
+    def width(self, dtype: types.Type) -> int:
+        """Query rows in one register tile."""
+        return self.vectors * self.register(dtype)
+
+
+def choose_register_tile(triple: str, features: str) -> RegisterTile:
+    """The register tile for a CPU: the accumulators, one row of B and a broadcast have to fit in its registers."""
+    have = set(features.split(","))
+    if triple.startswith(("aarch64", "arm64")):
+        return RegisterTile(128, 6, 4, True)  # 32 registers
+    if "+avx512f" in have:
+        return RegisterTile(512, 8, 3, True)  # 32 registers
+    if {"+avx2", "+fma"} <= have:
+        return RegisterTile(256, 4, 3, True)  # 16 registers
+    return RegisterTile(128, 4, 3, False)
+
+
+_triple, CPU_NAME, _features = cpu_target.target_context.codegen().magic_tuple()
+TILE = choose_register_tile(_triple, _features)
+
+
+class Lanes(types.Type):
+    """`width` values of `dtype` (boolean: a mask) in `width // register` vector registers; a lone scalar if both are 1."""
+
+    def __init__(self, dtype, width=1, register=1):
+        self.dtype, self.width, self.register = dtype, width, register
+        super().__init__(name=f"Lanes({dtype},{width}/{register})")
+
+    def can_convert_from(self, typingctx, other):
+        """Scalars are broadcast; integer and mask lanes turn into float lanes. Nothing widens a lane."""
+        scalar = isinstance(other, (types.Number, types.Boolean))
+        to_float = isinstance(other, Lanes) and other.of(self.dtype) == self and isinstance(self.dtype, types.Float)
+        if scalar or (to_float and not isinstance(other.dtype, types.Float)):
+            return Conversion.safe
+        return None
+
+    def of(self, dtype):
+        return Lanes(dtype, self.width, self.register)
+
+    @property
+    def parts(self):
+        return self.width // self.register
+
+    def llvm(self):
+        if self.dtype == types.boolean:
+            element = ir.IntType(1)
+        else:
+            element = LLVM_FLOAT.get(self.dtype) or ir.IntType(self.dtype.bitwidth)
+        return element if self.register == 1 else ir.VectorType(element, self.register)
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        register = fe_type.llvm()
+        super().__init__(dmm, fe_type, register if fe_type.parts == 1 else ir.ArrayType(register, fe_type.parts))
+
+
+def split(builder, lanes, value):
+    return [value] if lanes.parts == 1 else [builder.extract_value(value, i) for i in range(lanes.parts)]
+
+
+def join(builder, lanes, registers):
+    if lanes.parts == 1:
+        return registers[0]
+    value = ir.Constant(ir.ArrayType(lanes.llvm(), lanes.parts), ir.Undefined)
+    for i, register in enumerate(registers):
+        value = builder.insert_value(value, register, i)
+    return value
+
+
+def splat(builder, lanes, scalar):
+    """The scalar in every lane of one register."""
+    if lanes.register == 1:
+        return scalar
+    undefined = ir.Constant(lanes.llvm(), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, lanes.register), [0] * lanes.register))
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+def elementwise(emit):
+    """Code that applies `emit(builder, lanes of the operands, *registers)` register by register."""
+
+    def codegen(context, builder, sig, args):
+        columns = zip(*[split(builder, t, a) for t, a in zip(sig.args, args, strict=True)], strict=True)
+        return join(builder, sig.return_type, [emit(builder, sig.args[-1], *column) for column in columns])
+
+    return codegen
+
+
+def common(*args):
+    """The lanes that mixed operands share: a Python or NumPy scalar takes the lane's type, never widens it."""
+    lanes = [a for a in args if isinstance(a, Lanes)]
+    if not lanes or not all(isinstance(a, (Lanes, types.Number, types.Boolean)) for a in args):
+        return None
+    return max(lanes, key=lambda t: (isinstance(t.dtype, types.Float), t.dtype != types.boolean))
+
+
+def register_operator(fn, arity, typer, codegen):
+    wrappers = {1: lambda a: typer(a), 2: lambda a, b: typer(a, b), 3: lambda a, b, c: typer(a, b, c)}
+    type_callable(fn)(lambda context: wrappers[arity])
+    lower_builtin(fn, *[Lanes] * arity)(codegen)
+
+
+def same_lanes(*args):
+    lanes = common(*args)
+    return lanes and signature(lanes, *[lanes] * len(args))
+
+
+def mask_lanes(*args):
+    lanes = common(*args)
+    return lanes and signature(lanes.of(types.boolean), *[lanes] * len(args))
+
+
+def select_lanes(mask, a, b):
+    lanes = common(a, b)
+    return lanes and signature(lanes, lanes.of(types.boolean), lanes, lanes)
+
+
+def bits_as(target):
+    def typer(a):
+        if isinstance(a, Lanes):
+            dtypes = SAME_SIZE_INT if target == "int" else {i: f for f, i in SAME_SIZE_INT.items()}
+            return signature(a.of(dtypes[a.dtype]), a)
+        return None
+
+    def codegen(context, builder, sig, args):
+        to = sig.return_type
+        return join(builder, to, [builder.bitcast(p, to.llvm()) for p in split(builder, sig.args[0], args[0])])
+
+    return typer, codegen
+
+
+def is_float(lanes):
+    return isinstance(lanes.dtype, types.Float)
+
+
+def arithmetic(on_floats, on_ints):
+    return elementwise(lambda b, lanes, *regs: getattr(b, on_floats if is_float(lanes) else on_ints)(*regs))
+
+
+def comparison(sign):
+    def emit(builder, lanes, x, y):
+        if not is_float(lanes):
+            return builder.icmp_signed(sign, x, y)
+        compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered  # NaN != NaN holds, the rest doesn't
+        return compare(sign, x, y)
+
+    return elementwise(emit)
+
+
+for _fn, _inplace, _names in (
+    (operator.add, operator.iadd, ("fadd", "add")),
+    (operator.sub, operator.isub, ("fsub", "sub")),
+    (operator.mul, operator.imul, ("fmul", "mul")),
+    (operator.truediv, operator.itruediv, ("fdiv", None)),
+    (operator.and_, operator.iand, (None, "and_")),
+    (operator.or_, operator.ior, (None, "or_")),
+    (operator.lshift, operator.ilshift, (None, "shl")),
+    (operator.rshift, operator.irshift, (None, "ashr")),
+):
+    register_operator(_fn, 2, same_lanes, arithmetic(*_names))
+    register_operator(_inplace, 2, same_lanes, arithmetic(*_names))
+for _fn, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
+    register_operator(getattr(operator, _fn), 2, mask_lanes, comparison(_sign))
+register_operator(operator.neg, 1, same_lanes, arithmetic("fneg", "neg"))
+register_operator(ops.select, 3, select_lanes, elementwise(lambda b, lanes, mask, x, y: b.select(mask, x, y)))
+register_operator(ops.as_int, 1, *bits_as("int"))
+register_operator(ops.as_float, 1, *bits_as("float"))
+
+
+@lower_cast(types.Number, Lanes)
+@lower_cast(types.Boolean, Lanes)
+def broadcast_scalar(context, builder, fromty, toty, value):
+    return join(builder, toty, [splat(builder, toty, context.cast(builder, value, fromty, toty.dtype))] * toty.parts)
+
+
+@lower_cast(Lanes, Lanes)
+def int_or_mask_to_float(context, builder, fromty, toty, value):
+    if fromty == toty:
+        return value
+    convert = builder.uitofp if fromty.dtype == types.boolean else builder.sitofp
+    return join(builder, toty, [convert(part, toty.llvm()) for part in split(builder, fromty, value)])
+
+
+@intrinsic
+def any_lane(typingctx, mask):
+    """Whether a mask holds in any lane: one scalar boolean."""
+
+    def codegen(context, builder, sig, args):
+        lanes = sig.args[0]
+        joined = None
+        for part in split(builder, lanes, args[0]):
+            joined = part if joined is None else builder.or_(joined, part)
+        bits = builder.bitcast(joined, ir.IntType(lanes.register))
+        return builder.icmp_unsigned("!=", bits, bits.type(0))
+
+    return types.boolean(mask), codegen
+
+
+@intrinsic
+def swap_bytes(typingctx, x):
+    """A scalar integer with its bytes in the other order."""
+
+    def codegen(context, builder, sig, args):
+        return builder.call(builder.module.declare_intrinsic("llvm.bswap", [args[0].type]), args)
+
+    return x(x), codegen
+
+
+@intrinsic
+def log2_of_lane(typingctx, x):
+    """log2 of a lone lane by the C library: exact to the last digit, for code that runs once a row."""
+    if x.width != 1:
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.call(builder.module.declare_intrinsic("llvm.log2", [args[0].type]), args)
+
+    return x(x), codegen
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def tile_lanes(pointer):
+    """The lanes of one register tile of the pointer's type."""
+    return Lanes(pointer.dtype, TILE.width(pointer.dtype), TILE.register(pointer.dtype))
+
+
+def registers_at(builder, lanes, pointer, row):
+    """The addresses of the registers that hold row number `row` of a (rows, lanes) array."""
+    first = builder.mul(row, I64(lanes.width))
+    to = lanes.llvm().as_pointer()
+    return [
+        builder.bitcast(builder.gep(pointer, [builder.add(first, I64(p * lanes.register))]), to)
+        for p in range(lanes.parts)
+    ]
+
+
+@intrinsic
+def load(typingctx, pointer, row):
+    """Row number `row` of an array of rows of lanes."""
+    lanes = tile_lanes(pointer)
+
+    def codegen(context, builder, sig, args):
+        registers = []
+        for address in registers_at(builder, lanes, *args):
+            registers.append(builder.load(address))
+            registers[-1].align = lanes.dtype.bitwidth // 8
+        return join(builder, lanes, registers)
+
+    return lanes(pointer, types.intp), codegen
+
+
+@intrinsic
+def store(typingctx, value, pointer, row):
+    """Write row number `row` of an array of rows of lanes."""
+    lanes = tile_lanes(pointer)
+
+    def codegen(context, builder, sig, args):
+        for address, part in zip(registers_at(builder, lanes, *args[1:]), split(builder, lanes, args[0]), strict=True):
+            builder.store(part, address).align = lanes.dtype.bitwidth // 8
+        return context.get_dummy_value()
+
+    return types.void(lanes, pointer, types.intp), codegen
+
+
+@intrinsic
+def load_bytes(typingctx, like, pointer, row):
+    """Row number `row` of an array of rows of bytes, one a lane, as integers for the register tile of `like`."""
+    lanes = tile_lanes(like)
+    integers = lanes.of(SAME_SIZE_INT[lanes.dtype])
+    packed = Lanes(types.uint8, lanes.width, lanes.register)
+
+    def codegen(context, builder, sig, args):
+        registers = []
+        for address in registers_at(builder, packed, *args[1:]):
+            part = builder.load(address)
+            part.align = 1
+            registers.append(builder.zext(part, integers.llvm()))
+        return join(builder, integers, registers)
+
+    return integers(like, pointer, types.intp), codegen
+
+
+@intrinsic
+def row_numbers(typingctx, like, first):
+    """first, first + 1, ...: the row number in each lane of the register tile of `like`."""
+    lanes = tile_lanes(like)
+    integers = lanes.of(SAME_SIZE_INT[lanes.dtype])
+
+    def codegen(context, builder, sig, args):
+        start = splat(builder, integers, context.cast(builder, args[1], sig.args[1], integers.dtype))
+        steps = [range(p * integers.register, (p + 1) * integers.register) for p in range(integers.parts)]
+        return join(builder, integers, [builder.add(start, ir.Constant(start.type, list(step))) for step in steps])
+
+    return integers(like, types.intp), codegen
+
+
+@intrinsic
+def tile_width(typingctx, pointer):
+    """How many query rows one register tile of the pointer's type holds, a constant."""
+    width = TILE.width(pointer.dtype)
+    return types.intp(pointer), lambda context, builder, sig, args: I64(width)
+
+
+@intrinsic
+def lanes_of(typingctx, like, scalar):
+    """The scalar in every lane of the register tile of `like`."""
+    lanes = tile_lanes(like)
+    return lanes(like, scalar), lambda context, builder, sig, args: broadcast_scalar(
+        context, builder, sig.args[1], lanes, args[1]
+    )
+
+
+@intrinsic
+def itemsize(typingctx, pointer):
+    """Bytes of an element, a constant."""
+    return types.intp(pointer), lambda context, builder, sig, args: I64(sig.args[0].dtype.bitwidth // 8)
+
+
+@intrinsic
+def real(typingctx, like, scalar):
+    """A scalar in the dtype of the pointer `like`."""
+    dtype = like.dtype
+    return dtype(like, scalar), lambda context, builder, sig, args: context.cast(builder, args[1], sig.args[1], dtype)
+
+
+@intrinsic
+def lane(typingctx, scalar):
+    """A scalar as a lone lane, on which literals don't change the type (float32 * 0.5 stays float32)."""
+    return Lanes(scalar)(scalar), lambda context, builder, sig, args: args[0]
+
+
+@intrinsic
+def scalar(typingctx, lane):
+    """A lone lane as a Numba scalar."""
+    return lane.dtype(lane), lambda context, builder, sig, args: args[0]
+
+
+def outer_product(fresh, across):
+    """The register-tile step `C[m, lanes] (+)= sum_k A[m, k] * B[k, lanes]`, m < `TILE.rows` or 1, accumulators kept in registers.
+
+    fresh: C is overwritten rather than added to. across: A[m, k] is `A[m + k * stride]`, else `A[m * stride + k]`.
+    Multiplies and adds in the order of k, fused, whatever the number of rows: the bits of a row of C don't depend on it.
+    """
+
+    def build(rows):
+        @intrinsic
+        def step(typingctx, C, A, stride, B, depth):
+            lanes = tile_lanes(C)
+
+            def codegen(context, builder, sig, args):
+                C, A, stride, B, depth = args
+                vector = lanes.llvm()
+                targets = [registers_at(builder, lanes, C, I64(m)) for m in range(rows)]
+
+                def aligned(instruction):
+                    instruction.align = lanes.dtype.bitwidth // 8
+                    return instruction
+
+                def multiply_add(a, b, c):
+                    if not TILE.fma:
+                        return builder.fadd(c, builder.fmul(a, b))
+                    name = f"llvm.fma.v{lanes.register}f{lanes.dtype.bitwidth}"
+                    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+                    return builder.call(fma, [a, b, c])
+
+                def advance(k, sums, unroll):
+                    sums = list(sums)
+                    for u in range(unroll):
+                        at = builder.add(k, I64(u))
+                        b = [aligned(builder.load(p)) for p in registers_at(builder, lanes, B, at)]
+                        for m in range(rows):
+                            along = [I64(m), builder.mul(at, stride)] if across else [at, builder.mul(stride, I64(m))]
+                            a = splat(builder, lanes, builder.load(builder.gep(A, [builder.add(*along)])))
+                            for n in range(lanes.parts):
+                                i = m * lanes.parts + n
+                                sums[i] = multiply_add(a, b[n], sums[i])
+                    return sums
+
+                def loop(start, stop, sums, unroll):
+                    """`for k in range(start, stop, unroll)` with the sums as loop-carried registers."""
+                    entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+                    builder.cbranch(builder.icmp_signed("<", start, stop), body, done)
+                    builder.position_at_end(body)
+                    k = builder.phi(I64)
+                    carried = [builder.phi(vector) for _ in sums]
+                    new = advance(k, carried, unroll)
+                    k_next = builder.add(k, I64(unroll))
+                    builder.cbranch(builder.icmp_signed("<", k_next, stop), body, done)
+                    k.add_incoming(start, entry)
+                    k.add_incoming(k_next, body)
+                    builder.position_at_end(done)
+                    out = [builder.phi(vector) for _ in sums]
+                    for phi, result, before, after in zip(carried, out, sums, new, strict=True):
+                        phi.add_incoming(before, entry)
+                        phi.add_incoming(after, body)
+                        result.add_incoming(before, entry)
+                        result.add_incoming(after, body)
+                    return out
+
+                if fresh:
+                    sums = [vector(None)] * (rows * lanes.parts)
+                else:
+                    sums = [aligned(builder.load(p)) for row in targets for p in row]
+                even = builder.and_(depth, I64(-2))
+                sums = loop(I64(0), even, sums, 2)
+                sums = loop(even, depth, sums, 1)
+                for p, value in zip([p for row in targets for p in row], sums, strict=True):
+                    aligned(builder.store(value, p))
+                return context.get_dummy_value()
+
+            return types.void(C, A, types.intp, B, types.intp), codegen
+
+        return step
+
+    return build(TILE.rows), build(1)
+
+
+# -- addresses, records, threads -------------------------------------------------------------------------------------
+
+
+@intrinsic
+def pointer_like(typingctx, like, address):
+    """An address as a pointer of the same type as `like`."""
+    return like(like, types.intp), lambda context, builder, sig, args: builder.inttoptr(args[1], args[0].type)
+
+
+@intrinsic
+def move(typingctx, pointer, elements):
+    """The pointer moved by a number of elements."""
+    return pointer(pointer, types.intp), lambda context, builder, sig, args: builder.gep(args[0], [args[1]])
+
+
+@intrinsic
+def part(typingctx, pointer, count):
+    """The pointer moved by a number of bytes."""
+
+    def codegen(context, builder, sig, args):
+        moved = builder.gep(builder.bitcast(args[0], ir.IntType(8).as_pointer()), [args[1]])
+        return builder.bitcast(moved, args[0].type)
+
+    return pointer(pointer, types.intp), codegen
+
+
+@intrinsic
+def address_of(typingctx, pointer):
+    """The pointer as an integer."""
+    return types.intp(pointer), lambda context, builder, sig, args: builder.ptrtoint(args[0], I64)
+
+
+def pointer_to(dtype):
+    """A function that turns an address into a pointer to `dtype`."""
+
+    @intrinsic
+    def pointer(typingctx, address):
+        to = types.CPointer(dtype)
+        return to(types.intp), lambda context, builder, sig, args: builder.inttoptr(
+            args[0], context.get_value_type(to)
+        )
+
+    return pointer
+
+
+def record_at(dtype):
+    """A function that turns an address into the record of a NumPy structured dtype that lies there."""
+    record = from_dtype(dtype)
+
+    @intrinsic
+    def at(typingctx, address):
+        return record(types.intp), lambda context, builder, sig, args: builder.inttoptr(
+            args[0], context.get_value_type(record)
+        )
+
+    return at
+
+
+@intrinsic
+def take_ticket(typingctx, address):
+    """Atomically add 1 to the integer at an address; the value before."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), I64(1), "monotonic")
+
+    return types.intp(types.intp), codegen
+
+
+@intrinsic
+def read_flag(typingctx, address):
+    """Atomically read the integer at an address, which the compiler may not hoist out of a loop."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "monotonic", 8)
+
+    return types.intp(types.intp), codegen
+
+
+@intrinsic
+def call_worker(typingctx, function, problem, control, scratch):
+    """Call the C function `void f(int64, int64, int64)` at an address."""
+
+    def codegen(context, builder, sig, args):
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 3)
+        builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), codegen
