@@ -25,6 +25,8 @@ from numba.extending import intrinsic
 
 # Below this, the two virtual cores are on one physical core, and figures of that period don't count.
 TWO_THREADS_AT_LEAST = 1.7
+# How many seconds of that to sit out.
+PATIENCE = 60
 
 GIB = 2**30
 

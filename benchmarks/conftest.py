@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.ceilings import machine
-from benchmarks.gpu import why_no_gpu
+from benchmarks.cuda import why_no_cuda
 from benchmarks.shapes import SETS
 
 
@@ -20,12 +20,12 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="session")
-def no_gpu():
+def no_cuda():
     """Why the CUDA rows can't run, or None."""
-    return why_no_gpu()
+    return why_no_cuda()
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
     # The host's name is nobody's business in a published table.
     machine_info.pop("node", None)
-    machine_info["flash_numba"] = {**machine(), "no_gpu": why_no_gpu()}
+    machine_info["flash_numba"] = {**machine(), "no_cuda": why_no_cuda()}

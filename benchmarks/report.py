@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.ceilings import (
+    PATIENCE,
     TWO_THREADS_AT_LEAST,
     cpu_count,
     fma_peak,
@@ -163,10 +164,10 @@ def measure(workers: dict[str, Worker], shape: Shape, dtype: str, rounds: int) -
         one, many = fma_peak(1), fma_peak(threads)
         if threads > 1 and many < TWO_THREADS_AT_LEAST * one:
             uncounted += 1
-            if uncounted > 3 * rounds:
+            if uncounted > PATIENCE:
                 raise UncountedError(
                     f"{threads} threads reached under {TWO_THREADS_AT_LEAST} times one thread's FMA peak in "
-                    f"{uncounted} rounds: this period doesn't count, measure again later"
+                    f"{uncounted} tries: this period doesn't count, measure again later"
                 )
             time.sleep(1.0)
             continue
@@ -301,7 +302,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     with Console(stderr=True).status("measuring the ceilings") as status:
         limits = ceilings.measure()
-        results, versions = measure_all(options.rounds, progress=status.update)
+        try:
+            results, versions = measure_all(options.rounds, progress=status.update)
+        except UncountedError as error:
+            sys.exit(str(error))
     new_section = section(results, versions, limits, machine(), options.rounds, datetime.date.today().isoformat())
     if options.print:
         print(new_section)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 BASELINE = "NumPy one-shot"
-GPU_ROW = "CUDA"
+CUDA_ROW = "CUDA"
 
 
 def milliseconds(seconds: float) -> str:
@@ -16,6 +16,11 @@ def milliseconds(seconds: float) -> str:
 
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
+
+
+def word(reason: str) -> str:
+    """What stands in a cell that couldn't be measured: "no GPU" of "no GPU: the driver finds no device"."""
+    return reason.partition(":")[0]
 
 
 def measured(report: dict) -> dict:
@@ -29,7 +34,7 @@ def measured(report: dict) -> dict:
 
 def detail(report: dict) -> list[list[str]]:
     """One line a shape, dtype and backend: see DETAIL_HEADINGS."""
-    no_gpu = report["machine_info"]["flash_numba"]["no_gpu"]
+    no_cuda = report["machine_info"]["flash_numba"]["no_cuda"]
     rows = []
     for (shape, dtype), backends in measured(report).items():
         baseline = backends.get(BASELINE)
@@ -38,8 +43,8 @@ def detail(report: dict) -> list[list[str]]:
             ratio = f"{baseline['stats']['median'] / median:.2f}x" if baseline else ""
             speed = [f"{about['gflops']:.1f}", percent(about["share_of_peak"]), ratio]
             rows.append([shape, dtype, backend, milliseconds(median), *speed])
-        if no_gpu and GPU_ROW not in backends:
-            rows.append([shape, dtype, GPU_ROW, "no GPU", "", "", ""])
+        if no_cuda and CUDA_ROW not in backends:
+            rows.append([shape, dtype, CUDA_ROW, word(no_cuda), "", "", ""])
     return rows
 
 
@@ -48,12 +53,12 @@ DETAIL_HEADINGS = ["shape", "dtype", "backend", "ms", "GFLOP/s", "of the peak", 
 
 def side_by_side(report: dict) -> tuple[list[str], list[list[str]]]:
     """Headings and lines: a shape a line, a backend a column, in milliseconds."""
-    no_gpu = report["machine_info"]["flash_numba"]["no_gpu"]
+    no_cuda = report["machine_info"]["flash_numba"]["no_cuda"]
     problems = measured(report)
     backends = list(dict.fromkeys(backend for entries in problems.values() for backend in entries))
-    if GPU_ROW not in backends:
-        backends.append(GPU_ROW)
-    missing = {GPU_ROW: "no GPU" if no_gpu else ""}
+    if CUDA_ROW not in backends:
+        backends.append(CUDA_ROW)
+    missing = {CUDA_ROW: word(no_cuda) if no_cuda else ""}
     rows = [
         [shape, dtype]
         + [
@@ -68,10 +73,9 @@ def side_by_side(report: dict) -> tuple[list[str], list[list[str]]]:
 def about(report: dict) -> str:
     """The machine and the versions, in a line."""
     of = report["machine_info"]["flash_numba"]
-    gpu = of["no_gpu"] or "GPU found"
     return (
         f"{of['cpu']} ({of['llvm_cpu']}), {of['cores']} cores, {' '.join(of['simd'])}; "
-        f"Python {of['python']}, Numba {of['numba']}, NumPy {of['numpy']}; {gpu}"
+        f"Python {of['python']}, Numba {of['numba']}, NumPy {of['numpy']}; {of['no_cuda'] or 'a GPU'}"
     )
 
 

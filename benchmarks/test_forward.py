@@ -41,10 +41,10 @@ def all_threads_after():
     numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 
 
-def measure(benchmark, shape, dtype, row, no_gpu):
+def measure(benchmark, shape, dtype, row, no_cuda):
     attend, threads = ROWS[row]
-    if threads is None and no_gpu:
-        pytest.skip(no_gpu)
+    if threads is None and no_cuda:
+        pytest.skip(no_cuda)
     if threads is not None:
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     arguments = (*shape.inputs(DTYPES[dtype]), shape.causal)
@@ -76,11 +76,11 @@ def measure(benchmark, shape, dtype, row, no_gpu):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_float32(benchmark, shape, row, no_gpu, all_threads_after):
-    measure(benchmark, shape, "float32", row, no_gpu)
+def test_float32(benchmark, shape, row, no_cuda, all_threads_after):
+    measure(benchmark, shape, "float32", row, no_cuda)
 
 
 @pytest.mark.parametrize("row", ["CPU serial", "CPU parallel", "CUDA"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision(benchmark, dtype, row, no_gpu, all_threads_after):
-    measure(benchmark, square(1, 8, 1024, 64)[0], dtype, row, no_gpu)
+def test_half_precision(benchmark, dtype, row, no_cuda, all_threads_after):
+    measure(benchmark, square(1, 8, 1024, 64)[0], dtype, row, no_cuda)

@@ -2,28 +2,31 @@
 
 Where the bands come from. Let u be the unit roundoff that sums and products are accumulated with (2**-53 for float64,
 2**-24 for the rest), p the exact weights of a row, O its exact output, D the head dimension and N the number of keys.
-Rounding errors are taken as independent and centred, so n of them grow as sqrt(n) (Higham and Mary 2019, "A new approach
-to probabilistic rounding error analysis"). One is about 0.4 u times what is rounded; the largest of many results is four
-standard deviations off, and the difference of two results sqrt(2) times that.
+Rounding errors are taken as independent and centred, so n of them grow as sqrt(n) (Higham and Mary 2019, "A new
+approach to probabilistic rounding error analysis"). One is about 0.4 u times what is rounded; the largest of many
+results is four standard deviations off, and the difference of two results sqrt(2) times that.
 
-1. A score is a dot product of D terms. If it ends up large, its partial sums grow steadily, partial sum t is rounded by
-   about 0.4 u |s| t / D, and the root of the sum of squares is 0.23 sqrt(D) u |s|. If it doesn't, they wander, and it is
-   0.3 sqrt(D) u s0, where s0 = scale |q| |k| / sqrt(D) is what a score of unrelated vectors would be. Folding the scale
-   into the query and the last rounding add a few u |s|. Allowed: (4 + 2 sqrt(D)) u z, with z = |s| + s0, the largest of
-   the row. So errors grow with the logits.
+1. A score is a dot product of D terms. If it ends up large, its partial sums grow steadily, partial sum t is rounded
+   by about 0.4 u |s| t / D, and the root of the sum of squares is 0.23 sqrt(D) u |s|. If it doesn't, they wander, and
+   it is 0.3 sqrt(D) u s0, where s0 = scale |q| |k| / sqrt(D) is what a score of unrelated vectors would be. Folding
+   the scale into the query and the last rounding add a few u |s|. Allowed: (4 + 2 sqrt(D)) u z, with z = |s| + s0,
+   the largest of the row. So errors grow with the logits.
 2. exp turns an error of the score into a relative error e_j of the weight. What all weights share cancels between
-   numerator and denominator; sum(p_j e_j (v_j - O)) is left, which is the error of a score times the spread
-   S = sqrt(sum(p_j**2 (v_j - O)**2)): small where many keys share a row, and where one key has it all.
-3. A sum of N terms is rounded N times, in the worst order always at full size, for numerator and denominator each; exp
-   itself, rescaling and the division are a few roundings. Allowed: (8 + 3 sqrt(N)) u A, where A = sum(p_j |v_j|) is
-   the size of the terms before they cancel.
-4. A kernel with 16-bit inputs accumulates in float32 and rounds once, at the end: one unit roundoff u16 of its output.
-5. NumPy in 16 bits rounds after every step: a score (one unit apart in two evaluations, where float32 sums straddle the
-   middle), weights, and both sums twice a block. Allowed on top, for B blocks: u16 ((2 + 4 sqrt(B)) (|O| + S) + 2 z S).
-6. Below the smallest normal number errors are absolute, half of a subnormal's spacing, for the output and each weight.
+   numerator and denominator; sum(p_j e_j (v_j - O)) is left, which is the error of a score times the spread S =
+   sqrt(sum(p_j**2 (v_j - O)**2)): small where many keys share a row, and where one key has it all.
+3. A sum of N terms is rounded N times, in the worst order always at full size, for numerator and denominator each;
+   exp itself, rescaling and the division are a few roundings. Allowed: (8 + 3 sqrt(N)) u A, where A = sum(p_j |v_j|)
+   is the size of the terms before they cancel.
+4. A kernel with 16-bit inputs accumulates in float32 and rounds once, at the end: one unit roundoff u16 of its
+   output.
+5. NumPy in 16 bits rounds after every step: a score (one unit apart in two evaluations, where float32 sums straddle
+   the middle), weights, and both sums twice a block. Allowed on top, for B blocks: u16 ((2 + 4 sqrt(B)) (|O| + S) + 2
+   z S).
+6. Below the smallest normal number errors are absolute, half of a subnormal's spacing, for the output and each
+   weight.
 
-For standard normal q, k and v at D = 64 that is 1e-14 in float64, 5e-6 in float32, and with everything in bfloat16 about
-1e-2 to 3e-2 from 128 keys up; what is measured lies at a tenth to a half of it, with large logits too.
+For standard normal q, k and v at D = 64 that is 1e-14 in float64, 5e-6 in float32, and with everything in bfloat16
+about 1e-2 to 3e-2 from 128 keys up; what is measured lies at a tenth to a half of it, with large logits too.
 """
 
 from math import sqrt
@@ -65,7 +68,7 @@ def _sums(keys):
 
 
 class Exact(NamedTuple):
-    """A problem's result in float64, and what its errors are measured by. (..., S_q, D_v), lse and score_max (..., S_q)."""
+    """A problem's result in float64, and what errors are measured by: (..., S_q, D_v), lse and score_max (..., S_q)."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -81,7 +84,7 @@ class Exact(NamedTuple):
 
 
 def exact(q, k, v, *, causal=False, scale=None, mask=None):
-    """`Exact` of q (..., S_q, D), k (..., S_kv, D), v (..., S_kv, D_v) of equal leading axes. Holds whole S_q x S_kv matrices."""
+    """`Exact` for q (..., S_q, D), k (..., S_kv, D), v (..., S_kv, D_v) of equal leading axes. Holds S x S matrices."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     scale = 1 / sqrt(max(q.shape[-1], 1)) if scale is None else scale
     # With the identity for V the output is the weights, by the oracle's own rules.
@@ -102,30 +105,30 @@ def exact(q, k, v, *, causal=False, scale=None, mask=None):
     )
 
 
-def limit(dtype, exact, *, blocks=None):
-    """Allowed |error| of each element of an output in `dtype`: an array like `exact.out`, float64.
+def limit(dtype, truth, *, blocks=None):
+    """Allowed |error| of each element of an output in `dtype`: an array like `truth.out`, float64.
 
-    `blocks` None is for a compiled kernel, compared with float64. A number of blocks is for `reference.online_attention` in
-    that many blocks, compared with `reference.one_shot_attention` in the same precision.
+    `truth` is the problem's `Exact`. `blocks` None is for a compiled kernel, compared with float64; a number is for
+    `reference.online_attention` in that many blocks, compared with `reference.one_shot_attention` in the same dtype.
     """
     fmt = TABLE[np.dtype(dtype)]
-    score = exact.score_max[..., None]
-    output = np.abs(exact.out)
-    allowed = fmt.accumulated * (_sums(exact.keys) * exact.size + _score(exact.head_dim) * score * exact.spread)
+    score = truth.score_max[..., None]
+    output = np.abs(truth.out)
+    allowed = fmt.accumulated * (_sums(truth.keys) * truth.size + _score(truth.head_dim) * score * truth.spread)
     if fmt.roundoff > fmt.accumulated:
         if blocks is None:
             allowed += fmt.roundoff * output
         else:
-            allowed += fmt.roundoff * ((2 + 4 * sqrt(blocks)) * (output + exact.spread) + 2 * score * exact.spread)
-            allowed += fmt.tiny * sqrt(exact.keys) * exact.v_max
+            allowed += fmt.roundoff * ((2 + 4 * sqrt(blocks)) * (output + truth.spread) + 2 * score * truth.spread)
+            allowed += fmt.tiny * sqrt(truth.keys) * truth.v_max
     return allowed + fmt.tiny
 
 
 def output_limit(dtype, v_max, score_max, *, keys, head_dim):
     """Allowed |error| of a compiled kernel's output in `dtype`, from the largest |v| and score (z of point 1) alone.
 
-    Looser than `limit`, which knows each row's weights: here A and |O| may be as large as `v_max`, and S, which is largest
-    for two opposite values that share a row, `v_max / sqrt(2)`. Takes numbers, or arrays with a value a row.
+    Looser than `limit`, which knows each row's weights: here A and |O| may be as large as `v_max`, and S as large as
+    `v_max / sqrt(2)`, which two opposite values sharing a row come to. Takes numbers, or arrays with a value a row.
     """
     fmt = TABLE[np.dtype(dtype)]
     allowed = fmt.accumulated * (_sums(keys) + _score(head_dim) * score_max / sqrt(2))

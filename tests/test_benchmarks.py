@@ -123,7 +123,7 @@ def test_machine_names_the_cpu_and_the_versions():
 # --- the table
 
 
-def recorded(no_gpu):
+def recorded(no_cuda):
     """What pytest-benchmark writes, as far as the table reads it."""
 
     def entry(shape, dtype, backend, seconds, gflops, share):
@@ -131,14 +131,14 @@ def recorded(no_gpu):
         return {"extra_info": about, "stats": {"median": seconds}}
 
     about = {"cpu": "A CPU", "llvm_cpu": "znver3", "cores": 2, "simd": ["avx2", "fma"]}
-    versions = {"python": "3.13.1", "numba": "0.68.0", "numpy": "2.4.0", "no_gpu": no_gpu}
+    versions = {"python": "3.13.1", "numba": "0.68.0", "numpy": "2.4.0", "no_cuda": no_cuda}
     entries = [
         entry("1x8x1024x64", "float32", "NumPy one-shot", 0.0432, 12.4, 0.0681),
         entry("1x8x1024x64", "float32", "CPU serial", 0.0072, 74.6, 0.8105),
         entry("1x8x1024x64", "float32", "CPU parallel", 0.0036, 149.1, 0.8151),
         entry("1x8x1024x64", "bfloat16", "CPU parallel", 0.00004, 141.2, 0.7712),
     ]
-    if not no_gpu:
+    if not no_cuda:
         entries.append(entry("1x8x1024x64", "float32", "CUDA", 0.00012, 4473.9, None))
     return {"machine_info": {"flash_numba": {**about, **versions}}, "benchmarks": entries}
 

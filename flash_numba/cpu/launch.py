@@ -18,7 +18,7 @@ from numba.core.ccallback import CFunc
 from . import forward
 from .kernel_cache import KernelCache
 from .plan import LINE, make_control
-from .rows import JIT
+from .rows import MATH
 from .simd import TILE, call_worker
 
 Progress = Callable[[int, int], None]
@@ -54,7 +54,7 @@ def worker_address(dtype: np.dtype) -> int:
         with _lock:
             real = numba.from_dtype(dtype)
             signature = types.void(types.intp, types.intp, types.CPointer(real))
-            kernel = CFunc(forward.forward, (signature.args, signature.return_type), locals={}, options=JIT)
+            kernel = CFunc(forward.forward, (signature.args, signature.return_type), locals={}, options=MATH)
             kernel._cache = KernelCache(f"forward_{dtype}")
             kernel.compile()
             _workers[dtype] = kernel.address

@@ -40,7 +40,7 @@ def make_control(problem: np.ndarray, width: int, itemsize: int) -> np.ndarray:
     """The control block of a call: `width` is the query rows of a register tile, `itemsize` the kernel's float size."""
     queries, dim, value_dim = (int(problem[name]) for name in ("queries", "dim", "value_dim"))
     tiles = max(1, min(-(-queries // width), BLOCK_Q // width))
-    block_q, block_k = tiles * width, BLOCK_K
+    block_q, block_k = tiles * width, min(BLOCK_K, max(1, int(problem["keys"])))
     control = np.zeros((), CONTROL)
     control["items"] = problem["batch"] * problem["heads"] * -(-queries // block_q)
     control["block_q"], control["block_k"] = block_q, block_k

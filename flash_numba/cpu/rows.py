@@ -24,7 +24,9 @@ from .simd import itemsize, lane, pointer_to, scalar, swap_bytes
 
 # Without "nnan" and "ninf", which would make x == -inf and x != x false; without "reassoc", so that the same bits come
 # out of every copy of a formula.
-JIT = {"fastmath": {"contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True}
+MATH = {"fastmath": {"contract", "nsz", "arcp"}, "error_model": "numpy"}
+# Called from other compiled code only: the entries for Python and C would cost a tenth of the compile time.
+JIT = MATH | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 uint16_at = pointer_to(types.uint16)
 int32_at = pointer_to(types.int32)
@@ -144,7 +146,7 @@ def _write_row(address, stride, code, row, n):
     return lambda address, stride, code, row, n: chosen(address, stride, code, row, n)
 
 
-@njit(fastmath=JIT["fastmath"] | {"reassoc"}, error_model="numpy", nogil=True)
+@njit(**JIT | {"fastmath": MATH["fastmath"] | {"reassoc"}})
 def all_finite(rows, n, columns, stride):
     """Whether n rows hold neither NaN nor infinity: x * 0 is 0 or NaN. A sum that LLVM may reorder is quick and as good."""
     bad = rows[0] - rows[0]
