@@ -243,14 +243,21 @@ def read_inputs(inputs: list[Path], names: tuple[str, ...], dtype: Dtype | None)
 def attend(inputs: list[Path], arrays: list[np.ndarray], arguments: Any, output: Path, lse: Path | None) -> str:
     """Computes, writes, and says so."""
     q, k, v = arrays
+    dtype = q.dtype.newbyteorder("=")
+    heads_and_rows = q.shape[:-1] if arguments["layout"] == "bhsd" else (*q.shape[:-3], *q.shape[-3:-1][::-1])
     if lse is not None and lse.resolve() == output.resolve():
         fail(f"{lse}: named for the output and for the log-sum-exp")
     with contextlib.ExitStack() as stack:
-        dtype = q.dtype.newbyteorder("=")
+        # Both before the work, which would be lost if they couldn't be written.
         out_file = stack.enter_context(files.NewFile(output, "out", (*q.shape[:-1], v.shape[-1]), dtype))
+        if lse is not None:
+            lse_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+            lse_file = stack.enter_context(files.NewFile(lse, "lse", heads_and_rows, lse_dtype))
         progress = stack.enter_context(progress_bar(output.name))
-        started = time.perf_counter()
         try:
+            # Loads the kernel or compiles it, which the time below is not about.
+            interface.attention(*np.zeros((3, 512, 64), dtype), backend=arguments["backend"])
+            started = time.perf_counter()
             out, row_lse = interface.attention(
                 q, k, v, **arguments, out=out_file.array, return_lse=True, progress=progress
             )
@@ -258,7 +265,6 @@ def attend(inputs: list[Path], arrays: list[np.ndarray], arguments: Any, output:
             fail(f"{', '.join(map(str, inputs))}: {error}")
         seconds = time.perf_counter() - started
         if lse is not None:
-            lse_file = stack.enter_context(files.NewFile(lse, "lse", row_lse.shape, row_lse.dtype))
             lse_file.array[...] = row_lse
             lse_file.commit()
         out_file.commit()

@@ -131,10 +131,10 @@ def npy_header(path: Path, stream: IO[bytes]) -> Stored:
     try:
         version = npy.read_magic(stream)
         if version not in ((1, 0), (2, 0)):  # later ones differ only in the field names of structured dtypes
-            raise FileError(path, f"has .npy format version {version}, which plain arrays don't need")
+            raise ValueError(f"format version {version}, which plain arrays don't need")
         reader = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = reader(stream)
-    except (ValueError, SyntaxError, TypeError, RecursionError) as error:
+    except Exception as error:  # NumPy's parser has many ways to fail on a damaged header
         raise FileError(path, f"no .npy data, or a damaged header ({error})") from error
     if dtype.hasobject:
         raise FileError(path, "holds Python objects (a pickle), which are never loaded")
@@ -221,7 +221,7 @@ def load_safetensors(path: Path, name: str) -> np.ndarray:
             raise ValueError(f"shape {shape}, offsets {begin} to {end}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(path, f"a damaged safetensors header ({error})") from error
-    if code not in SAFETENSORS:
+    if str(code) not in SAFETENSORS:
         raise FileError(path, f"array {name!r} holds {code}, not {', '.join(SAFETENSORS)}")
     stored = Stored(8 + length + begin, SAFETENSORS[code].newbyteorder("<"), tuple(shape))
     if end - begin != stored.nbytes:
@@ -249,6 +249,8 @@ class NewFile:
         check_suffix(path)
         if path.is_dir():
             raise FileError(path, "is a folder")
+        if not path.parent.is_dir():
+            raise FileError(path, f"there is no folder {path.parent}")
         self.path, self.name = path, name
         self.target = path.resolve()  # what a link points to is replaced, not the link
         self.temporary = self.target.with_name(f".flash_numba-{secrets.token_hex(8)}.tmp")

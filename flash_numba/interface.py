@@ -76,7 +76,7 @@ def attention(
     result = np.empty(shape, dtype) if out is None else checked_out(out, shape)
     target = result
     if out is not None and not can_write_in_place(out, dtype, (q, k, v, mask)):
-        target = np.empty(shape, dtype)
+        target = np.empty(shape, np.float64 if dtype == np.float64 else np.float32)
 
     q, k, v, view = [heads_view(x, bshd) for x in (q, k, v, target)]
     rows = q.shape[:-1]

@@ -256,12 +256,13 @@ def mask_cases():
         (2, 4, 37, 53), (1, 4, 37, 53), (2, 1, 37, 53), (1, 1, 37, 53), (2, 1, 1, 53), (2, 4, 1, 53), (2, 4, 37, 1),
         (1, 1, 1, 1), (4, 37, 53), (4, 1, 53), (37, 53), (37, 1), (1, 53), (53,), (1,), (),
     ]:  # fmt: skip
-        name = "mask-" + "x".join(str(n) for n in mask)
-        yield self_attention(name, **shape, options=mask_like(*mask), about=("mask",))
+        name = "mask-" + ("x".join(str(n) for n in mask) or "scalar")
+        options = mask_like(*mask, keep=0.6 if math.prod(mask) > 1 else 1.1)
+        yield self_attention(name, **shape, options=options, about=("mask",))
         yield self_attention(
             name + "-causal",
             **shape,
-            options=combined(mask_like(*mask), CAUSAL["causal"]),
+            options=combined(options, CAUSAL["causal"]),
             about=("mask", "causal mask"),
         )
     for dtype in DTYPES:
@@ -512,8 +513,11 @@ def memory_cases():
             f"{name}-{dtype}", batch=2, heads=4, kv_heads=2, rows=29, keys=37, dim=8, dtype=dtype, view=view,
             options=CAUSAL["causal"], about=("memory", name),
         )  # fmt: skip
+        # Equal keys and values give equal rounding errors, which add up instead of averaging out as the bands expect:
+        # only a short sum of those.
+        keys = 30 if name in ("repeated-row", "repeated") else 300
         yield self_attention(
-            f"{name}-long-{dtype}", heads=1, rows=70, keys=300, dim=40, dtype=dtype, view=view, about=("memory", name)
+            f"{name}-long-{dtype}", heads=1, rows=70, keys=keys, dim=40, dtype=dtype, view=view, about=("memory", name)
         )
 
 

@@ -264,6 +264,17 @@ class Conformance:
         np.testing.assert_allclose(out[0, 0], np.broadcast_to(v.mean(axis=2)[0, 0], (3, 8)), atol=1e-6)
         np.testing.assert_allclose(lse, math.log(300), rtol=1e-6)
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_rows_of_the_lowest_number_are_the_mean_of_v(self, dtype):
+        if not self.rules:
+            pytest.skip("bias isn't there yet")
+        q, k, v = (normal(1, 1, 300, 8, dtype=dtype, seed=n) for n in range(3))
+        bias = np.full((300, 300), np.finfo(np.float32).min)
+        out, lse = self.attend(q, k, v, bias=bias, return_lse=True)
+        want = np.broadcast_to(v.astype(np.float64).mean(axis=2, keepdims=True), out.shape)
+        np.testing.assert_allclose(out.astype(np.float64), want, atol=1e-6 + bands.TABLE[dtype].roundoff)
+        assert np.isfinite(lse).all()
+
     # ---- out=
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)

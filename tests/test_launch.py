@@ -1,5 +1,6 @@
 """Threads, forks, Ctrl-C, memory, and the kernel cache on disk."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -147,7 +148,7 @@ def test_progress_reaches_the_end():
     seen = []
     attention(*qkv(1, 8, 2048, 64), progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
-    assert all(a[0] <= b[0] for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a[0] <= b[0] for a, b in itertools.pairwise(seen))
 
 
 def test_an_error_in_the_progress_callback_ends_the_call():

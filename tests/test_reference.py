@@ -1,6 +1,8 @@
 """The oracle against implementations that share nothing with it: scalar loops, published vectors, numbers by hand."""
 
 import math
+import runpy
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -580,3 +582,13 @@ def test_agrees_with_torch(causal, masked):
         is_causal=bool(causal),
     )
     assert_close(reference.attention(q, k, v, causal=causal, mask=mask), want.numpy())
+
+
+# ---- the example that a reader can follow
+
+
+def test_the_example_finds_every_error_within_its_limit(capsys):
+    path = Path(__file__).resolve().parent.parent / "examples" / "online_softmax_check.py"
+    assert runpy.run_path(str(path))["main"]() == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("float64", "float32", "bfloat16", "softmax", "attention"))

@@ -23,7 +23,6 @@ from .rows import JIT, all_finite, fetch_row, in_place, write_row
 from .simd import (
     TILE,
     address_of,
-    any_lane,
     itemsize,
     lane,
     lanes_of,
@@ -46,8 +45,8 @@ from .simd import (
 
 problem_at, control_at = record_at(PROBLEM), record_at(CONTROL)
 uint8_at, int64_at = pointer_to(types.uint8), pointer_to(types.int64)
-score_step, score_step_1 = outer_product(fresh=True, across=False)
-value_step, value_step_1 = outer_product(fresh=False, across=True)
+score_step, score_step_1 = outer_product(across=False, blend=False)
+value_step, value_step_1 = outer_product(across=True, blend=True)
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -154,49 +153,47 @@ def hide_by_mask(s, kept, keys):
 
 
 @njit(**JIT)
-def scores_to_weights(s, m, l, o, keys, value_dim):
-    """Scores to weights in place; brings m, l and O to the new reference."""
+def scores_to_weights(s, m, l, alpha, keys):
+    """Scores to weights in place; brings m and l to the new reference, and leaves O to be multiplied by alpha."""
     top = load(s, 0)
     for j in range(1, keys):
         top = ops.maximum(top, load(s, j))
-    m_new, ref, alpha = recurrence.advance(load(m, 0), top)
-    total = alpha * load(l, 0)
+    m_new, ref, a = recurrence.advance(load(m, 0), top)
+    total = lanes_of(s, 0.0)
     for j in range(keys):
         w = recurrence.weight(load(s, j), ref)
         store(w, s, j)
         total = total + w
     store(m_new, m, 0)
-    store(total, l, 0)
-    if any_lane(alpha != 1.0):
-        for c in range(value_dim):
-            store(alpha * load(o, c), o, c)
+    store(a * load(l, 0) + total, l, 0)
+    store(a, alpha, 0)
 
 
 @njit(**JIT)
-def add_values(o, v, v_stride, s, keys, value_dim):
-    """O[c, row] += sum_j V[j, c] P[j, row]"""
+def add_values(o, alpha, v, v_stride, s, keys, value_dim):
+    """O[c, row] = alpha[row] O[c, row] + sum_j V[j, c] P[j, row]"""
     width = tile_width(s)
     c = 0
     while c + TILE.rows <= value_dim:
-        value_step(move(o, c * width), move(v, c), v_stride, s, keys)
+        value_step(move(o, c * width), move(v, c), v_stride, s, keys, alpha)
         c += TILE.rows
     while c < value_dim:
-        value_step_1(move(o, c * width), move(v, c), v_stride, s, keys)
+        value_step_1(move(o, c * width), move(v, c), v_stride, s, keys, alpha)
         c += 1
 
 
 @njit(**JIT)
-def add_seen_values(o, v, v_stride, s, keys, value_dim, first_key, first_row, shift, masked, kept):
+def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first_key, first_row, shift, masked, kept):
     """The same where V holds NaN or infinity: 0 * NaN would leak, so a key that a row doesn't see is left out. Rare."""
     i = row_numbers(s, first_row)
-    for j in range(keys):
-        seen = scores.seen_causal(i, first_key + j, shift)
-        if masked:
-            seen = seen & (load_bytes(s, kept, j) != 0)
-        w = load(s, j)
-        for c in range(value_dim):
-            old = load(o, c)
-            store(ops.select(seen, old + w * v[j * v_stride + c], old), o, c)
+    for c in range(value_dim):
+        total = lanes_of(s, 0.0)
+        for j in range(keys):
+            seen = scores.seen_causal(i, first_key + j, shift)
+            if masked:
+                seen = seen & (load_bytes(s, kept, j) != 0)
+            total = ops.select(seen, total + load(s, j) * v[j * v_stride + c], total)
+        store(load(alpha, 0) * load(o, c) + total, o, c)
 
 
 # -- write -------------------------------------------------------------------------------------------------------------
@@ -234,6 +231,7 @@ def forward(problem, control, scratch):
     heads = p.batch * p.heads
     q, s = part(scratch, plan.queries), part(scratch, plan.scores)
     o, m, l = part(scratch, plan.output), part(scratch, plan.maximum), part(scratch, plan.total)
+    alpha = part(scratch, plan.alpha)
     k_block, v_block, row = part(scratch, plan.keys), part(scratch, plan.values), part(scratch, plan.row)
     kept = uint8_at(address_of(scratch) + plan.kept)
 
@@ -256,14 +254,15 @@ def forward(problem, control, scratch):
                 return
             keys = min(block_k, last_key - first_key)
             k, k_stride = load_block(k_block, k_at + first_key * p.k_strides[2], keys, p.k_strides, p.k_format, dim)
-            v, v_stride = load_block(v_block, v_at + first_key * p.v_strides[2], keys, p.v_strides, p.v_format, value_dim)
+            v_rows = v_at + first_key * p.v_strides[2]
+            v, v_stride = load_block(v_block, v_rows, keys, p.v_strides, p.v_format, value_dim)
             finite = -1  # V not looked at yet
             for tile in range(tiles):
                 tile_row = first_row + tile * width
                 n = min(keys, scores.keys_seen_by_any(tile_row + width - 1, shift, p.keys) - first_key)
                 if n <= 0:
                     continue
-                seen = scores.keys_seen_by_all(tile_row, shift, p.keys) - first_key  # from there on some row sees no key
+                seen = scores.keys_seen_by_all(tile_row, shift, p.keys) - first_key
                 mask_hides = False
                 if masked:
                     tile_mask = mask_at + tile_row * p.mask_strides[2] + first_key * p.mask_strides[3]
@@ -277,13 +276,15 @@ def forward(problem, control, scratch):
                     hide_by_mask(s, kept, n)
                 if seen < n:
                     hide_by_position(s, max(0, seen), n, first_key, tile_row, shift)
-                scores_to_weights(s, move(m, tile * width), move(l, tile * width), tile_o, n, value_dim)
+                scores_to_weights(s, move(m, tile * width), move(l, tile * width), alpha, n)
                 if (seen < n or mask_hides) and finite < 0:
                     finite = all_finite(v, keys, value_dim, v_stride)
                 if (seen < n or mask_hides) and finite == 0:
-                    add_seen_values(tile_o, v, v_stride, s, n, value_dim, first_key, tile_row, shift, mask_hides, kept)
+                    add_seen_values(
+                        tile_o, alpha, v, v_stride, s, n, value_dim, first_key, tile_row, shift, mask_hides, kept
+                    )
                 else:
-                    add_values(tile_o, v, v_stride, s, n, value_dim)
+                    add_values(tile_o, alpha, v, v_stride, s, n, value_dim)
 
         lse = p.lse + ((b * p.heads + h) * p.queries + first_row) * size
         for tile in range(tiles):

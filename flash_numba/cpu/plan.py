@@ -25,6 +25,7 @@ CONTROL = np.dtype(
         ("output", np.int64),  # O, (register tile, column, row)
         ("maximum", np.int64),  # m and l, (register tile, row)
         ("total", np.int64),
+        ("alpha", np.int64),  # what O is to be rescaled by, of one register tile
         ("keys", np.int64),  # a block of K and of V where they can't be read in place
         ("values", np.int64),
         ("row", np.int64),  # one row on its way in or out
@@ -51,6 +52,7 @@ def make_control(problem: np.ndarray, width: int, itemsize: int) -> np.ndarray:
         ("output", block_q * value_dim * itemsize),
         ("maximum", block_q * itemsize),
         ("total", block_q * itemsize),
+        ("alpha", width * itemsize),
         ("keys", block_k * dim * itemsize),
         ("values", block_k * value_dim * itemsize),
         ("row", max(dim, value_dim) * itemsize),

@@ -148,10 +148,10 @@ def _write_row(address, stride, code, row, n):
 
 @njit(**JIT | {"fastmath": MATH["fastmath"] | {"reassoc"}})
 def all_finite(rows, n, columns, stride):
-    """Whether n rows hold neither NaN nor infinity: x * 0 is 0 or NaN. A sum that LLVM may reorder is quick and as good."""
-    bad = rows[0] - rows[0]
+    """Whether n rows hold neither NaN nor infinity: x * 0 is 0 or NaN. A sum that LLVM may
+    reorder is quick and as good (but not x - x, which it then takes for 0)."""
+    bad = rows[0] * 0
     for j in range(n):
         for c in range(columns):
-            x = rows[j * stride + c]
-            bad += x - x
+            bad += rows[j * stride + c] * 0
     return bad == bad
