@@ -9,7 +9,7 @@ import numpy as np
 
 from .ops import as_float, as_int, select
 
-FLOAT32, FLOAT16, BFLOAT16, FLOAT64 = range(4)
+FLOAT32, FLOAT16, BFLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, BOOL = range(7)
 SWAPPED = 8  # added to the code of a format that isn't in this machine's byte order
 
 CODES = {
@@ -18,13 +18,18 @@ CODES = {
     np.dtype(np.float16): FLOAT16,
     np.dtype(ml_dtypes.bfloat16): BFLOAT16,
 }
+EIGHT_BIT = {  # of K and V
+    np.dtype(ml_dtypes.float8_e4m3fn): FLOAT8_E4M3FN,
+    np.dtype(ml_dtypes.float8_e5m2): FLOAT8_E5M2,
+}
+ALL_CODES = CODES | EIGHT_BIT | {np.dtype(np.bool_): BOOL}
 
 
 def format_code(dtype: np.dtype) -> int | None:
     """The code of a dtype in either byte order; None for one that isn't taken."""
-    code = CODES.get(dtype)
+    code = ALL_CODES.get(dtype)
     if code is None and not dtype.isnative:
-        code = CODES.get(dtype.newbyteorder("="))
+        code = ALL_CODES.get(dtype.newbyteorder("="))
         return None if code is None else code | SWAPPED
     return code
 
@@ -62,3 +67,16 @@ def float32_to_bfloat16(x):
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40
     return select((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded) & 0xFFFF
+
+
+def float8_e5m2_to_float32(bits):
+    """The upper half of a float16."""
+    return float16_to_float32(bits << 8)
+
+
+def float8_e4m3fn_to_float32(bits):
+    """OCP 8-bit floating point, E4M3: bias 7, no infinity, NaN where all bits but the sign are 1."""
+    magnitude = bits & 0x7F
+    x = as_float(magnitude << 20) * 1.329227995784916e36  # 2**120
+    x = select(magnitude == 0x7F, as_float(magnitude | 0x7FC00000), x)
+    return as_float(as_int(x) | ((bits & 0x80) << 24))

@@ -107,8 +107,11 @@ def load(path: Path, name: str) -> np.ndarray:
     loaders: dict[str, Callable[[Path, str], np.ndarray]]
     loaders = {".npy": load_npy, ".npz": load_npz, ".safetensors": load_safetensors}
     check_suffix(path)
-    with system_errors(path):
-        return loaders[path.suffix](path, name)
+    try:
+        with system_errors(path):
+            return loaders[path.suffix](path, name)
+    except (ValueError, OverflowError) as error:
+        raise FileError(path, f"a shape that NumPy can't hold ({error})") from error
 
 
 def check_suffix(path: Path) -> None:
@@ -285,8 +288,12 @@ class NewFile:
             if self.map is not None:
                 self.map.flush()
             elif self.path.suffix == ".npz":
-                with self.temporary.open("wb") as file:
-                    np.savez(file, allow_pickle=False, **{self.name: self.array.view(plain(self.array.dtype))})
+                array = self.array.view(plain(self.array.dtype))
+                with (
+                    zipfile.ZipFile(self.temporary, "w") as archive,
+                    archive.open(f"{self.name}.npy", "w", force_zip64=True) as member,
+                ):
+                    npy.write_array(member, array, allow_pickle=False)
             self.temporary.replace(self.target)
 
     def discard(self) -> None:

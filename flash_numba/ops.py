@@ -43,3 +43,9 @@ def as_float(x):
     """The bits of an integer as a float of the same size."""
     x = np.asarray(x)
     return x.view(f"f{x.itemsize}")[()]
+
+
+def mul_high(a, b):
+    """The upper halves of the products of 32-bit numbers taken as unsigned."""
+    a, b = (np.asarray(x).astype(np.int64).astype(np.uint32).astype(np.uint64) for x in (a, b))
+    return ((a * b) >> np.uint64(32)).astype(np.uint32).view(np.int32)[()]

@@ -1,47 +1,241 @@
 """Problem: one frozen description of a call, which every backend takes.
 
 It is a NumPy structured record, so that a kernel on either target reads named fields from one address instead of taking
-thirty arguments, and no array type multiplies the number of compiled specialisations.
+fifty arguments, and no array type multiplies the number of compiled specialisations. An address of 0 means "none".
 """
+
+import math
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from .dropout import round_keys
+from .dtypes import format_code
+from .scores import LOG2E
+
 _int, _float = np.int64, np.float64
 
-PROBLEM = np.dtype(
+UNLIMITED = 2**40  # a window's side without a limit, larger than any position
+
+# What one batch element, or one packed sequence, has of its own: byte offsets, lengths, and where row 0 stands.
+SEQUENCE = np.dtype(
     [
-        # addresses of the first element; mask is 0 where there is none
         ("q", _int),
         ("k", _int),
         ("v", _int),
         ("out", _int),
         ("lse", _int),
-        ("mask", _int),
-        # byte strides: batch, head, row (of q, out and mask: query; of k and v: key), column
+        ("terms", _int, 2),
+        ("queries", _int),
+        ("keys", _int),
+        ("shift", _int),
+        ("row_index", _int),
+    ]
+)
+
+# Where a tile of query rows starts, for calls whose sequences differ in length.
+TILE = np.dtype([("sequence", _int), ("first_row", _int)])
+
+PROBLEM = np.dtype(
+    [
+        # addresses of the first element
+        ("q", _int),
+        ("k", _int),
+        ("v", _int),
+        ("out", _int),  # none: a stream's state is brought forward, nothing is written out
+        ("lse", _int),
+        # byte strides: batch, head, row (of q and out: query; of k and v: key), column; lse: batch, head
         ("q_strides", _int, 4),
         ("k_strides", _int, 4),
         ("v_strides", _int, 4),
         ("out_strides", _int, 4),
-        ("mask_strides", _int, 4),
-        # byte offsets of each batch for q, k, v, mask, out, where leading axes can't be one stride: address of (batch, 5)
-        ("batch_offsets", _int),
-        # sizes; out is (batch, heads, queries, value_dim), lse (batch, heads, queries) C-contiguous
-        ("batch", _int),
-        ("heads", _int),
-        ("k_group", _int),  # query heads per key head
-        ("v_group", _int),  # query heads per value head
-        ("queries", _int),
-        ("keys", _int),
-        ("dim", _int),
-        ("value_dim", _int),
+        ("lse_strides", _int, 2),
         # dtypes.format_code of each
         ("q_format", _int),
         ("k_format", _int),
         ("v_format", _int),
         ("out_format", _int),
-        # rules
-        ("scale", _float),  # log2(e) folded in: scores are in base 2
-        ("shift", _int),  # row i stands at position i + shift (scores.py)
+        # sizes
+        ("batch", _int),
+        ("heads", _int),
+        ("k_group", _int),  # query heads per key head
+        ("v_group", _int),  # query heads per value head
+        ("queries", _int),  # of out and of a stream's state: rows beyond a sequence's own are written as empty
+        ("keys", _int),
+        ("dim", _int),
+        ("value_dim", _int),
+        # rules; logarithms are to base 2 in the kernels, so log2(e) is folded in here
+        ("scale", _float),
+        ("softcap", _float),  # 0: none
+        ("shift", _int),  # row i stands at position i + shift, counted from the first key given (scores.py)
+        ("left", _int),  # a row sees the keys from position - left to position + right
+        ("right", _int),
+        # two terms of the scores, each a float bias or a boolean mask by its format, the bias first
+        ("terms", _int, 2),
+        ("term_strides", _int, (2, 4)),
+        ("term_formats", _int, 2),
+        # float64 arrays of strides (batch, head) in bytes
+        ("slopes", _int),  # ALiBi
+        ("slope_strides", _int, 2),
+        ("sinks", _int),
+        ("sink_strides", _int, 2),
+        ("k_scales", _int),  # strides in key heads
+        ("k_scale_strides", _int, 2),
+        ("v_scales", _int),
+        ("v_scale_strides", _int, 2),
+        # dropout: a key is kept where its random word reaches the threshold
+        ("drop_below", _int),  # 0: no dropout
+        ("keep_factor", _float),
+        ("round_keys", _int, 20),  # dropout.round_keys
+        ("row_index", _int),  # index of row 0 and of key 0 among the random words
+        ("key_index", _int),
+        # tables, for calls that need them: SEQUENCE a batch element, TILE a tile of rows
+        ("sequences", _int),
+        ("tiles", _int),
+        ("tile_count", _int),
+        # a stream's state between calls
+        ("state", _int),
     ],
     align=True,
 )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call. Arrays are (batch axes, heads, rows, columns) views; B is the product of the batch axes."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray | None
+    lse: np.ndarray
+    scale: float
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    softcap: float = 0.0
+    top_left: bool = False
+    terms: list[np.ndarray] = field(default_factory=list)  # float ones first
+    slopes: np.ndarray | None = None  # (B, H) float64, like sinks
+    sinks: np.ndarray | None = None
+    k_scales: np.ndarray | None = None  # (B, H_kv) float64
+    v_scales: np.ndarray | None = None
+    q_lengths: np.ndarray | None = None  # (B,) int64, like the next two
+    kv_lengths: np.ndarray | None = None
+    q_offset: np.ndarray | None = None
+    k_offset: int = 0
+    dropout: float = 0.0
+    seed: int = 0
+    # packed sequences: arrays have one batch element, rows and keys lie between these offsets, (sequences + 1,) int64
+    cu_seqlens_q: np.ndarray | None = None
+    cu_seqlens_k: np.ndarray | None = None
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The `PROBLEM` record of a call, and what else has to stay alive while a kernel reads it."""
+    *batch, heads, queries, dim = call.q.shape
+    keys, value_dim = call.v.shape[-2:]
+    problem = np.zeros((), PROBLEM)
+    views = {"q": call.q, "k": call.k, "v": call.v}
+    if call.out is not None:
+        views["out"] = call.out
+    strides = {}
+    for name, array in views.items():
+        strides[name] = np.broadcast_to(array, (*batch, *array.shape[-3:])).strides
+        problem[name] = address(array)
+        problem[f"{name}_strides"] = strides[name][-4:]
+        problem[f"{name}_format"] = format_code(array.dtype)
+    strides["lse"] = call.lse.strides
+    problem["lse"], problem["lse_strides"] = address(call.lse), call.lse.strides[-3:-1]
+    for i, term in enumerate(call.terms):
+        slot = i if len(call.terms) == 2 else int(term.dtype == np.bool_)
+        strides["terms", slot] = term.strides
+        problem["terms"][slot] = address(term)
+        problem["term_strides"][slot] = term.strides[-4:]
+        problem["term_formats"][slot] = format_code(term.dtype)
+
+    problem["batch"], problem["heads"] = math.prod(batch), heads
+    problem["k_group"], problem["v_group"] = heads // call.k.shape[-3], heads // call.v.shape[-3]
+    problem["queries"], problem["keys"], problem["dim"], problem["value_dim"] = queries, keys, dim, value_dim
+    limit = float(np.finfo(call.lse.dtype).max)  # saturates: 0 * inf would make NaN of a query of 0
+    problem["scale"] = min(max(call.scale * LOG2E, -limit), limit)
+    problem["softcap"] = call.softcap * LOG2E
+    problem["left"], problem["right"] = call.left, call.right
+    alive = []
+    for name, numbers in (
+        ("slope", call.slopes),
+        ("sink", call.sinks),
+        ("k_scale", call.k_scales),
+        ("v_scale", call.v_scales),
+    ):
+        if numbers is not None:
+            problem[f"{name}s"], problem[f"{name}_strides"] = address(numbers), numbers.strides
+            alive.append(numbers)
+    if call.dropout > 0:
+        problem["drop_below"] = math.floor(call.dropout * 2**32)
+        problem["keep_factor"] = 1 / (1 - call.dropout)
+        problem["round_keys"] = round_keys(call.seed)
+    problem["key_index"] = call.k_offset
+
+    if call.cu_seqlens_q is not None:
+        own = packed_sequences(call, strides)
+    elif len(batch) > 1 or any(x is not None for x in (call.q_lengths, call.kv_lengths, call.q_offset)):
+        own = batch_sequences(call, strides)
+    else:
+        problem["shift"] = (0 if call.top_left else keys - queries) - call.k_offset
+        return problem, alive
+    problem["batch"], problem["sequences"] = own.size, address(own)
+    return problem, [*alive, own]
+
+
+def batch_sequences(call: Call, strides: dict) -> np.ndarray:
+    """A `SEQUENCE` record for each batch element."""
+    *batch, _, queries, _ = call.q.shape
+    own = np.zeros(math.prod(batch), SEQUENCE)
+    steps = np.indices(batch, sparse=True)
+    for name, of_axes in strides.items():
+        offsets = sum((step * stride for step, stride in zip(steps, of_axes, strict=False)), np.zeros(batch, np.int64))
+        if isinstance(name, tuple):
+            own["terms"][:, name[1]] = offsets.ravel()
+        else:
+            own[name] = offsets.ravel()
+    own["queries"] = queries if call.q_lengths is None else call.q_lengths
+    own["keys"] = call.k.shape[-2] if call.kv_lengths is None else call.kv_lengths
+    if call.q_offset is not None:
+        own["shift"] = own["row_index"] = call.q_offset
+    elif not call.top_left:
+        own["shift"] = own["keys"] - own["queries"]
+    own["shift"] -= call.k_offset
+    return own
+
+
+def packed_sequences(call: Call, strides: dict) -> np.ndarray:
+    """A `SEQUENCE` record for each packed sequence."""
+    q_starts, k_starts = call.cu_seqlens_q, call.cu_seqlens_k
+    assert q_starts is not None
+    assert k_starts is not None
+    own = np.zeros(q_starts.size - 1, SEQUENCE)
+    for name, starts in (("q", q_starts), ("k", k_starts), ("v", k_starts), ("out", q_starts)):
+        own[name] = starts[:-1] * strides[name][-2]
+    own["lse"] = q_starts[:-1] * strides["lse"][-1]
+    own["queries"], own["keys"] = np.diff(q_starts), np.diff(k_starts)
+    if not call.top_left:
+        own["shift"] = own["keys"] - own["queries"]
+    return own
+
+
+def packed_tiles(own: np.ndarray, block_q: int, left: int, right: int) -> np.ndarray:
+    """`TILE` records that cover every row of every sequence, those that see most keys first."""
+    counts = -(-own["queries"] // block_q)
+    tiles = np.zeros(counts.sum(), TILE)
+    tiles["sequence"] = np.repeat(np.arange(own.size), counts)
+    tiles["first_row"] = (np.arange(tiles.size) - np.repeat(counts.cumsum() - counts, counts)) * block_q
+    of = own[tiles["sequence"]]
+    last = tiles["first_row"] + np.minimum(of["queries"] - tiles["first_row"], block_q) - 1
+    stop = np.minimum(of["keys"], last + of["shift"] + right + 1)
+    start = np.maximum(0, tiles["first_row"] + of["shift"] - left)
+    work = np.maximum(stop - start, 0) * (last + 1 - tiles["first_row"])
+    return tiles[np.argsort(-work, kind="stable")]

@@ -1,17 +1,31 @@
-"""Score rules: which keys a query row sees, written once as plain functions (see `ops.py`).
+"""Score rules, written once as plain functions (see `ops.py`): what is added to a score, and which keys a row sees.
 
-Row i stands at position i + shift, where `shift` is 0 for `causal="top-left"` and S_kv - S_q for `causal=True`
-(bottom-right). Without a causal mask `shift` is S_kv: every row then stands behind the last key.
+Scores are in base 2, so whatever is added comes multiplied by log2(e); soft-capping only needs its cap so. A row stands
+at a position `p`; positions and key indices count from the same key. The order is scale, softcap, then ALiBi and bias,
+then masks.
 """
 
-from math import inf
+from math import e, inf, log2
 
-from .ops import select
+from .ops import maximum, select, tanh
+
+LOG2E = log2(e)
 
 
-def seen_causal(i, j, shift):
-    """Whether row i sees key j: no key behind its own position (flash-attn's and PyTorch's causal masks)."""
-    return j <= i + shift
+def softcapped(s, cap, inverse):
+    """cap * tanh(s / cap): scores bounded smoothly by the cap (Gemma 2, arXiv:2408.00118, section 2)."""
+    return cap * tanh(s * inverse)
+
+
+def with_alibi(s, slope, p, j):
+    """Attention with linear biases, symmetric: -slope * |p - j| (Press et al. 2021, arXiv:2108.12409, section 3)."""
+    return s - slope * maximum(p - j, j - p)
+
+
+def with_bias(s, bias, lowest):
+    """A float bias added. -inf in it is a mask; other values are numbers, which saturate at `lowest` in base 2."""
+    scaled = bias * LOG2E
+    return select(bias == -inf, -inf, s + select(scaled < lowest, lowest, scaled))
 
 
 def hide(s, seen):
@@ -19,11 +33,17 @@ def hide(s, seen):
     return select(seen, s, -inf)
 
 
-def keys_seen_by_all(first_row, shift, keys):
-    """How many leading keys every row from `first_row` on sees: they need no mask."""
-    return max(0, min(keys, first_row + shift + 1))
+def between(j, first, last):
+    """Whether key j lies in the range that a row sees: causal masks and sliding windows alike."""
+    return (j >= first) & (j <= last)
 
 
-def keys_seen_by_any(last_row, shift, keys):
-    """How many leading keys some row up to `last_row` sees: the rest needn't be read."""
-    return max(0, min(keys, last_row + shift + 1))
+def keys_seen_by_any(first_position, last_position, left, right, keys):
+    """`(start, stop)` of the keys that some row from first to last position sees: the others needn't be read."""
+    start = max(0, min(keys, first_position - left))
+    return start, max(start, min(keys, last_position + right + 1))
+
+
+def keys_seen_by_all(first_position, last_position, left, right, keys):
+    """`(start, stop)` of the keys that every row from first to last position sees: they need no mask."""
+    return max(0, last_position - left), min(keys, first_position + right + 1)

@@ -1,6 +1,8 @@
 """The bands hold and mean something, `check` breaks when a kernel does, and each guard of docs/numerics.md works."""
 
 import math
+import re
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -146,7 +148,7 @@ def test_a_kernel_with_a_mistake_breaks_its_band(monkeypatch, dtype, change):
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
 def test_guard_exponent_clamp(dtype):
-    """Weights far below the largest are 0, whatever the distance, and next to the smallest normal number off by no more."""
+    """Weights far below the largest are 0, whatever the distance; around the smallest normal number, off by that."""
     smallest = float(np.finfo(dtype).smallest_normal)
     bits = -math.log2(smallest)
     below = np.array([bits - 3, bits - 0.5, bits, bits + 0.4, bits + 0.6, bits + 30, 3 * bits, 1e6, 1e30])
@@ -174,7 +176,7 @@ def test_guard_overflow_limits(dtype):
     # 100 keys of equal weight, each value a hundredth of what the sum may be, and no more than the format holds.
     value = np.array(min(largest, accumulator / 101)).astype(dtype)
     out = flash_numba.attention(np.zeros((1, 4), dtype), np.zeros((100, 4), dtype), np.full((100, 1), value))
-    np.testing.assert_allclose(out.astype(FLOAT64), float(value), rtol=float(ml_dtypes.finfo(dtype).eps))
+    np.testing.assert_allclose(out.astype(FLOAT64), float(value), rtol=4 * float(ml_dtypes.finfo(dtype).eps))
 
 
 def test_guard_zero_denominator():
@@ -195,8 +197,8 @@ def test_guard_zero_denominator():
 def test_guard_no_epsilon_is_added(dtype):
     """With one visible key the output is its V to the bit, however small, and however low its score: l is exactly 1."""
     q, k, v = (normal(50, 8, dtype=dtype, seed=n) for n in range(3))
-    v[:, 0] *= np.array(1e-4).astype(dtype)
-    out = flash_numba.attention(q, k - 8 * q, v, mask=np.eye(50, dtype=bool))
+    v[:, 0] *= dtype.type(1e-4)
+    out = flash_numba.attention(q, k - dtype.type(8) * q, v, mask=np.eye(50, dtype=bool))
     assert out.tobytes() == v.tobytes()
 
 
@@ -242,7 +244,7 @@ def test_guard_maximum_is_taken_after_scaling(scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_guard_nan_behind_a_mask_does_not_leak(which, dtype, bad):
-    """0 * NaN is NaN: V of a key that a row doesn't see is left out by selection. The rows that see it follow the formula."""
+    """0 * NaN is NaN, so V of a key that a row doesn't see is left out by selection. Rows that see it get NaN."""
     q, k, v = (normal(150, 8, dtype=dtype, seed=n) for n in range(3))
     clean = flash_numba.attention(q, k, v, causal=True)
     (k if which == "k" else v)[47] = bad
@@ -288,3 +290,10 @@ def test_guard_16_bit_rounding():
             expected = x.astype(dtype)
         got = narrow(x).astype(np.uint16).view(dtype)
         np.testing.assert_array_equal(got.astype(FLOAT32), expected.astype(FLOAT32))
+
+
+def test_guard_table_names_the_tests():
+    """docs/numerics.md has a row for each test of a guard, and no other."""
+    table = (Path(__file__).parent.parent / "docs" / "numerics.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_guard_\w+)`", table)
+    assert sorted(named) == sorted(name for name in globals() if name.startswith("test_guard_") and "table" not in name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import zipfile
@@ -225,6 +226,21 @@ def test_a_header_that_promises_more_than_there_is(tmp_path):
         with zipfile.ZipFile(tmp_path / "x.npz", "w", compression) as archive:
             archive.write(tmp_path / "x.npy", "x.npy")
         assert "truncated" in read_error(tmp_path / "x.npz", "x")
+
+
+@pytest.mark.parametrize("shape", [(1,) * 100, (0, 2**70), (2**70, 0)])
+def test_shapes_that_numpy_cannot_hold(tmp_path, shape):
+    size = 4 * math.prod(shape)
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    with (tmp_path / "x.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(bytes(size))
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(tmp_path / "x.npy", "x.npy")
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+    write_safetensors(tmp_path / "x.safetensors", {"x": entry}, bytes(size))
+    for suffix in files.SUFFIXES:
+        assert "shape" in read_error(tmp_path / f"x{suffix}", "x")
 
 
 def test_a_wrong_checksum(tmp_path):

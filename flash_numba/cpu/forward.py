@@ -4,11 +4,11 @@ A SIMD lane is a query row. The score tile is kept transposed, (key, row), so ma
 no horizontal operation, and both matrix products are the same register-tile step (`simd.outer_product`):
 
     S[key, row]  = sum_t K[key, t] * Q[t, row]
-    O[c, row]   += sum_j V[j, c]   * P[j, row]
+    O[c, row]    = alpha[row] * O[c, row] + sum_j V[j, c] * P[j, row]
 
-K and V are read in place as broadcasts; only Q is transposed, once a tile. Formats other than the kernel's own (16 bits,
-foreign byte order, strided columns) are converted a block at a time, and the block serves all query rows of the tile.
-The scheme is FlashAttention-2's (Dao 2023, arXiv:2307.08691, algorithm 1), on register tiles.
+K and V are read in place as broadcasts; only Q is transposed, once a tile. Formats other than the kernel's own (16 and 8
+bits, foreign byte order, strided columns) are converted a block at a time, and the block serves all query rows of the
+tile. The scheme is FlashAttention-2's (Dao 2023, arXiv:2307.08691, algorithm 1), on register tiles.
 """
 
 from math import inf
@@ -16,73 +16,115 @@ from math import inf
 from numba import njit, types
 
 from .. import ops, recurrence, scores
-from . import lanes  # noqa: F401  gives the words of the formulas their meaning
-from ..problem import PROBLEM
+from ..dtypes import BOOL
+from ..problem import PROBLEM, SEQUENCE, TILE
+from . import (
+    lanes,  # noqa: F401  gives the words of the formulas their meaning
+    simd,
+)
 from .plan import CANCEL, CONTROL, TICKET
-from .rows import JIT, all_finite, fetch_row, in_place, write_row
+from .rows import JIT, all_finite, fetch_row, in_place, transpose, write_row
+from .rules import (
+    alibi_scores,
+    apply_term,
+    bound,
+    drop_weights,
+    hide_by_position,
+    load_term,
+    softcap_scores,
+)
 from .simd import (
-    TILE,
-    address_of,
     itemsize,
     lane,
     lanes_of,
     load,
-    load_bytes,
     move,
-    outer_product,
     part,
     pointer_like,
     pointer_to,
     read_flag,
     real,
     record_at,
-    row_numbers,
     scalar,
     store,
     take_ticket,
     tile_width,
 )
 
-problem_at, control_at = record_at(PROBLEM), record_at(CONTROL)
-uint8_at, int64_at = pointer_to(types.uint8), pointer_to(types.int64)
-score_step, score_step_1 = outer_product(across=False, blend=False)
-value_step, value_step_1 = outer_product(across=True, blend=True)
+problem_at, sequence_at, tile_at, control_at = (record_at(dtype) for dtype in (PROBLEM, SEQUENCE, TILE, CONTROL))
+float64_at = pointer_to(types.float64)
+SEQUENCE_BYTES, TILE_BYTES = SEQUENCE.itemsize, TILE.itemsize
+STEP = simd.TILE.rows
+score_step, score_step_1 = simd.outer_product(across=False, blend=False)
+value_step, value_step_1 = simd.outer_product(across=True, blend=True)
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
 @njit(**JIT)
+def locate(p, plan, item):
+    """Which rows an item is: `(sequence, head, first row, number of the tile)`. Longest first, all heads of a tile together."""
+    tile, h = item // p.heads, item % p.heads
+    if p.tiles != 0:
+        row = tile_at(p.tiles + tile * TILE_BYTES)
+        return row.sequence, h, row.first_row, tile
+    count = (p.queries + plan.block_q - 1) // plan.block_q
+    b = tile % p.batch
+    tile = count - 1 - tile // p.batch
+    return b, h, tile * plan.block_q, (b * p.heads + h) * count + tile
+
+
+@njit(**JIT)
 def operands(p, b, h):
-    """Where head h of batch b starts: the addresses of q, k, v, the mask and out."""
-    if p.batch_offsets != 0:
-        at = int64_at(p.batch_offsets + b * 40)
-        q, k, v, mask, out = at[0], at[1], at[2], at[3], at[4]
+    """Where head h of sequence b starts: the addresses of q, k, v, out, lse and both terms, its lengths and its shift."""
+    if p.sequences != 0:
+        own = sequence_at(p.sequences + b * SEQUENCE_BYTES)
+        q, k, v, out, lse, bias, mask = own.q, own.k, own.v, own.out, own.lse, own.terms[0], own.terms[1]
+        queries, keys, shift, row_index = own.queries, own.keys, own.shift, own.row_index
     else:
-        q, k, v = b * p.q_strides[0], b * p.k_strides[0], b * p.v_strides[0]
-        mask, out = b * p.mask_strides[0], b * p.out_strides[0]
+        q, k, v, out = b * p.q_strides[0], b * p.k_strides[0], b * p.v_strides[0], b * p.out_strides[0]
+        lse, bias, mask = b * p.lse_strides[0], b * p.term_strides[0, 0], b * p.term_strides[1, 0]
+        queries, keys, shift, row_index = p.queries, p.keys, p.shift, p.row_index
     return (
         p.q + q + h * p.q_strides[1],
         p.k + k + h // p.k_group * p.k_strides[1],
         p.v + v + h // p.v_group * p.v_strides[1],
-        p.mask + mask + h * p.mask_strides[1],
         p.out + out + h * p.out_strides[1],
+        p.lse + lse + h * p.lse_strides[1],
+        p.terms[0] + bias + h * p.term_strides[0, 1],
+        p.terms[1] + mask + h * p.term_strides[1, 1],
+        queries,
+        keys,
+        shift,
+        row_index,
     )
 
 
 @njit(**JIT)
-def load_queries(q, row, address, rows, strides, code, dim, scale):
+def of_head(address, strides, b, h, default):
+    """A number given for each batch element and head, or the default where none is given."""
+    if address == 0:
+        return default
+    return float64_at(address + b * strides[0] + h * strides[1])[0]
+
+
+@njit(**JIT)
+def load_queries(q, staging, address, rows, strides, code, dim, scale):
     """Query rows at an address into q, transposed to (register tile, dim, row) and scaled; lanes without a row get 0."""
     width = tile_width(q)
-    for i in range((rows + width - 1) // width * width):
-        if i < rows:
-            fetch_row(row, dim, address + i * strides[2], strides[3], code)
-        else:
-            for d in range(dim):
-                row[d] = 0
-        first = i // width * width * dim + i % width
-        for d in range(dim):
-            q[first + d * width] = row[d] * scale
+    for first in range(0, rows, width):
+        own = min(width, rows - first)
+        for r in range(width):
+            row = move(staging, r * dim)
+            if r < own:
+                fetch_row(row, dim, address + (first + r) * strides[2], strides[3], code)
+                for d in range(dim):
+                    row[d] *= scale
+            else:
+                for d in range(dim):
+                    row[d] = 0
+        transpose(move(q, first * dim), width, staging, dim, width, dim)
 
 
 @njit(**JIT)
@@ -105,7 +147,7 @@ def start_rows(m, l, o, tiles, value_dim):
         store(lanes_of(o, 0.0), o, c)
 
 
-# -- score -------------------------------------------------------------------------------------------------------------
+# -- score, recur ------------------------------------------------------------------------------------------------------
 
 
 @njit(**JIT)
@@ -113,43 +155,12 @@ def multiply_keys(s, k, k_stride, q, keys, dim):
     """S[key, row] = sum_t K[key, t] Q[t, row]"""
     width = tile_width(s)
     j = 0
-    while j + TILE.rows <= keys:
+    while j + STEP <= keys:
         score_step(move(s, j * width), move(k, j * k_stride), k_stride, q, dim)
-        j += TILE.rows
+        j += STEP
     while j < keys:
         score_step_1(move(s, j * width), move(k, j * k_stride), k_stride, q, dim)
         j += 1
-
-
-@njit(**JIT)
-def hide_by_position(s, start, stop, first_key, first_row, shift):
-    """-inf for the keys start to stop that a row doesn't see by its position."""
-    i = row_numbers(s, first_row)
-    for j in range(start, stop):
-        store(scores.hide(load(s, j), scores.seen_causal(i, first_key + j, shift)), s, j)
-
-
-@njit(**JIT)
-def transpose_mask(kept, s, address, rows, keys, strides):
-    """The mask's bytes as (key, row); how many are nonzero. Lanes without a row repeat the last one."""
-    width = tile_width(s)
-    count = 0
-    for r in range(width):
-        line = address + min(r, rows - 1) * strides[2]
-        for j in range(keys):
-            keep = uint8_at(line + j * strides[3])[0] != 0
-            kept[j * width + r] = keep
-            count += keep
-    return count
-
-
-@njit(**JIT)
-def hide_by_mask(s, kept, keys):
-    for j in range(keys):
-        store(scores.hide(load(s, j), load_bytes(s, kept, j) != 0), s, j)
-
-
-# -- recur -------------------------------------------------------------------------------------------------------------
 
 
 @njit(**JIT)
@@ -174,24 +185,26 @@ def add_values(o, alpha, v, v_stride, s, keys, value_dim):
     """O[c, row] = alpha[row] O[c, row] + sum_j V[j, c] P[j, row]"""
     width = tile_width(s)
     c = 0
-    while c + TILE.rows <= value_dim:
+    while c + STEP <= value_dim:
         value_step(move(o, c * width), move(v, c), v_stride, s, keys, alpha)
-        c += TILE.rows
+        c += STEP
     while c < value_dim:
         value_step_1(move(o, c * width), move(v, c), v_stride, s, keys, alpha)
         c += 1
 
 
 @njit(**JIT)
-def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first_key, first_row, shift, masked, kept):
+def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias, has_bias, mask, has_mask):
     """The same where V holds NaN or infinity: 0 * NaN would leak, so a key that a row doesn't see is left out. Rare."""
-    i = row_numbers(s, first_row)
+    first, last = bound(s, first), bound(s, last)
     for c in range(value_dim):
         total = lanes_of(s, 0.0)
         for j in range(keys):
-            seen = scores.seen_causal(i, first_key + j, shift)
-            if masked:
-                seen = seen & (load_bytes(s, kept, j) != 0)
+            seen = scores.between(j, first, last)
+            if has_bias:
+                seen = seen & (load(bias, j) != -inf)
+            if has_mask:
+                seen = seen & (load(mask, j) != 0.0)
             total = ops.select(seen, total + load(s, j) * v[j * v_stride + c], total)
         store(load(alpha, 0) * load(o, c) + total, o, c)
 
@@ -200,104 +213,160 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first_key, first_
 
 
 @njit(**JIT)
-def write_rows(o, m, l, row, rows, value_dim, out, strides, code, lse):
-    """Normalise one register tile and write its rows out."""
-    width = tile_width(o)
+def write_rows(o, m, l, staging, rows, value_dim, out, strides, code, lse, sink, v_scale):
+    """Take the sink in, normalise, and write a register tile's rows out. The state itself stays as it is."""
     lse_out = pointer_like(o, lse)
+    transpose(staging, value_dim, o, tile_width(o), value_dim, rows)
     for r in range(rows):
-        lse_out[r] = scalar(recurrence.lse(lane(m[r]), lane(l[r])))
-    inverse = recurrence.finish(load(l, 0))
-    for c in range(value_dim):
-        store(load(o, c) * inverse, o, c)
-    for r in range(rows):
+        top, a, of_sink = recurrence.merge_weights(lane(m[r]), lane(real(m, sink)))
+        total = a * lane(l[r]) + of_sink
+        lse_out[r] = scalar(recurrence.lse(top, total))
+        factor = scalar(a * recurrence.finish(total) * lane(real(m, v_scale)))
+        row = move(staging, r * value_dim)
         for c in range(value_dim):
-            row[c] = o[c * width + r]
+            row[c] *= factor
         write_row(out + r * strides[2], strides[3], code, row, value_dim)
+
+
+@njit(**JIT)
+def write_empty_rows(staging, rows, value_dim, out, strides, code, lse, sink):
+    """Rows beyond a sequence's length see no key: output 0, and the sink alone as their LSE, if there is one."""
+    lse_out = pointer_like(staging, lse)
+    for c in range(value_dim):
+        staging[c] = 0
+    for r in range(rows):
+        lse_out[r] = sink / scores.LOG2E
+        write_row(out + r * strides[2], strides[3], code, staging, value_dim)
 
 
 # -- one thread --------------------------------------------------------------------------------------------------------
 
 
+@njit(**JIT)
+def attend_rows(p, plan, item, scratch, control):
+    """One item: up to `block_q` query rows of one head against all keys that they see."""
+    width, size = tile_width(scratch), itemsize(scratch)
+    dim, value_dim = p.dim, p.value_dim
+    q, s, alpha = part(scratch, plan.queries), part(scratch, plan.scores), part(scratch, plan.alpha)
+    k_block, v_block = part(scratch, plan.keys), part(scratch, plan.values)
+    bias, mask, staging = part(scratch, plan.bias), part(scratch, plan.mask), part(scratch, plan.staging)
+
+    b, h, first_row, tile_number = locate(p, plan, item)
+    q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, queries, keys, shift, row_index = operands(p, b, h)
+    rows = max(0, min(plan.block_q, queries - first_row))
+    tiles = (rows + width - 1) // width
+    slope = of_head(p.slopes, p.slope_strides, b, h, 0.0) * scores.LOG2E
+    sink = of_head(p.sinks, p.sink_strides, b, h, -inf) * scores.LOG2E
+    scale = p.scale * of_head(p.k_scales, p.k_scale_strides, b, h // p.k_group, 1.0)
+    v_scale = of_head(p.v_scales, p.v_scale_strides, b, h // p.v_group, 1.0)
+
+    state = scratch if p.state == 0 else pointer_like(scratch, p.state + tile_number * plan.state_bytes)
+    o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
+    if p.state == 0:
+        start_rows(m, l, o, tiles, value_dim)
+    load_queries(q, staging, q_at + first_row * p.q_strides[2], rows, p.q_strides, p.q_format, dim, real(q, scale))
+
+    position = first_row + shift
+    start, stop = scores.keys_seen_by_any(position, position + rows - 1, p.left, p.right, keys)
+    # from a fixed multiple, so that the bits of a row don't depend on the rows that share its item
+    for block_start in range(start // plan.block_k * plan.block_k, stop, plan.block_k):
+        if read_flag(control + CANCEL) != 0:
+            return
+        block_stop = min(block_start + plan.block_k, stop)
+        k, k_stride, v, v_stride = k_block, dim, v_block, value_dim
+        loaded, finite = False, -1  # K and V, when a tile needs them; whether V is finite, when that matters
+        for tile in range(tiles):
+            own_rows = min(width, rows - tile * width)
+            top = position + tile * width  # of the tile's first and last row
+            low = top + own_rows - 1
+            j0, j1 = scores.keys_seen_by_any(top, low, p.left, p.right, keys)
+            j0, j1 = max(j0, block_start), min(j1, block_stop)
+            n = j1 - j0
+            if n <= 0:
+                continue
+            all0, all1 = scores.keys_seen_by_all(top, low, p.left, p.right, keys)
+            by_position = j0 < all0 or j1 > all1
+            row = first_row + tile * width
+            has_bias, has_mask, kept, hidden = p.terms[0] != 0, p.terms[1] != 0, True, False
+            if has_bias:
+                at = bias_at + row * p.term_strides[0, 2] + j0 * p.term_strides[0, 3]
+                kept, hidden = load_term(bias, staging, at, own_rows, n, p.term_strides[0], p.term_formats[0])
+            if has_mask and kept:
+                at = mask_at + row * p.term_strides[1, 2] + j0 * p.term_strides[1, 3]
+                kept, has_mask = load_term(mask, staging, at, own_rows, n, p.term_strides[1], p.term_formats[1])
+            if not kept:
+                continue
+            if not loaded:
+                loaded = True
+                count = block_stop - block_start
+                k_from, v_from = k_at + block_start * p.k_strides[2], v_at + block_start * p.v_strides[2]
+                k, k_stride = load_block(k_block, k_from, count, p.k_strides, p.k_format, dim)
+                v, v_stride = load_block(v_block, v_from, count, p.v_strides, p.v_format, value_dim)
+
+            multiply_keys(s, move(k, (j0 - block_start) * k_stride), k_stride, move(q, tile * width * dim), n, dim)
+            if p.softcap != 0.0:
+                softcap_scores(s, n, p.softcap)
+            if slope != 0.0:
+                alibi_scores(s, n, slope, top - j0)
+            if has_bias:
+                apply_term(s, bias, n, p.term_formats[0] == BOOL)
+            if has_mask:
+                apply_term(s, mask, n, p.term_formats[1] == BOOL)
+            if by_position:
+                first, last = top - p.left - j0, top + p.right - j0
+                if j0 < all0:
+                    hide_by_position(s, 0, min(n, all0 - j0), first, last)
+                if j1 > all1:
+                    hide_by_position(s, max(0, all1 - j0), n, first, last)
+
+            scores_to_weights(s, move(m, tile * width), move(l, tile * width), alpha, n)
+            if p.drop_below != 0:
+                i = row_index + row
+                drop_weights(s, n, i, p.key_index + j0, h, b, p.round_keys, p.drop_below, p.keep_factor)
+            tile_v, tile_o = move(v, (j0 - block_start) * v_stride), move(o, tile * width * value_dim)
+            hides = by_position or hidden or has_mask
+            if hides and finite < 0:
+                finite = all_finite(v, block_stop - block_start, value_dim, v_stride)
+            if hides and finite == 0:
+                first, last = top - p.left - j0, top + p.right - j0
+                add_seen_values(
+                    tile_o, alpha, tile_v, v_stride, s, n, value_dim, first, last, bias, has_bias, mask, has_mask
+                )
+            else:
+                add_values(tile_o, alpha, tile_v, v_stride, s, n, value_dim)
+
+    if p.out == 0:
+        return
+    out_rows, lse_rows = out_at + first_row * p.out_strides[2], lse_at + first_row * size
+    for first in range(0, rows, width):
+        write_rows(
+            move(o, first * value_dim),
+            move(m, first),
+            move(l, first),
+            staging,
+            min(width, rows - first),
+            value_dim,
+            out_rows + first * p.out_strides[2],
+            p.out_strides,
+            p.out_format,
+            lse_rows + first * size,
+            sink,
+            v_scale,
+        )
+    if p.tiles == 0:
+        empty = min(plan.block_q, p.queries - first_row) - rows
+        out_rows, lse_rows = out_rows + rows * p.out_strides[2], lse_rows + rows * size
+        write_empty_rows(staging, empty, value_dim, out_rows, p.out_strides, p.out_format, lse_rows, sink)
+
+
 def forward(problem, control, scratch):
-    """One thread's work: items, each `block_q` query rows of one head, until none is left or the call is cancelled.
+    """One thread: items until none is left or the call is cancelled.
 
     Compiled as a C function of three addresses for float32 and for float64, which `scratch` points to.
     """
     p, plan = problem_at(problem), control_at(control)
-    width = tile_width(scratch)
-    size = itemsize(scratch)
-    dim, value_dim, shift, block_k = p.dim, p.value_dim, p.shift, plan.block_k
-    masked = p.mask != 0
-    heads = p.batch * p.heads
-    q, s = part(scratch, plan.queries), part(scratch, plan.scores)
-    o, m, l = part(scratch, plan.output), part(scratch, plan.maximum), part(scratch, plan.total)
-    alpha = part(scratch, plan.alpha)
-    k_block, v_block, row = part(scratch, plan.keys), part(scratch, plan.values), part(scratch, plan.row)
-    kept = uint8_at(address_of(scratch) + plan.kept)
-
     while read_flag(control + CANCEL) == 0:
         item = take_ticket(control + TICKET)
         if item >= plan.items:
             return
-        # longest first: the last rows of every head, then the rows before them
-        first_row = (plan.items // heads - 1 - item // heads) * plan.block_q
-        b, h = item % heads // p.heads, item % heads % p.heads
-        rows = min(plan.block_q, p.queries - first_row)
-        tiles = (rows + width - 1) // width
-        q_at, k_at, v_at, mask_at, out_at = operands(p, b, h)
-
-        load_queries(q, row, q_at + first_row * p.q_strides[2], rows, p.q_strides, p.q_format, dim, real(q, p.scale))
-        start_rows(m, l, o, tiles, value_dim)
-        last_key = scores.keys_seen_by_any(first_row + rows - 1, shift, p.keys)
-        for first_key in range(0, last_key, block_k):
-            if read_flag(control + CANCEL) != 0:
-                return
-            keys = min(block_k, last_key - first_key)
-            k, k_stride = load_block(k_block, k_at + first_key * p.k_strides[2], keys, p.k_strides, p.k_format, dim)
-            v_rows = v_at + first_key * p.v_strides[2]
-            v, v_stride = load_block(v_block, v_rows, keys, p.v_strides, p.v_format, value_dim)
-            finite = -1  # V not looked at yet
-            for tile in range(tiles):
-                tile_row = first_row + tile * width
-                n = min(keys, scores.keys_seen_by_any(tile_row + width - 1, shift, p.keys) - first_key)
-                if n <= 0:
-                    continue
-                seen = scores.keys_seen_by_all(tile_row, shift, p.keys) - first_key
-                mask_hides = False
-                if masked:
-                    tile_mask = mask_at + tile_row * p.mask_strides[2] + first_key * p.mask_strides[3]
-                    count = transpose_mask(kept, s, tile_mask, min(width, rows - tile * width), n, p.mask_strides)
-                    if count == 0:
-                        continue
-                    mask_hides = count < n * width
-                tile_o = move(o, tile * width * value_dim)
-                multiply_keys(s, k, k_stride, move(q, tile * width * dim), n, dim)
-                if mask_hides:
-                    hide_by_mask(s, kept, n)
-                if seen < n:
-                    hide_by_position(s, max(0, seen), n, first_key, tile_row, shift)
-                scores_to_weights(s, move(m, tile * width), move(l, tile * width), alpha, n)
-                if (seen < n or mask_hides) and finite < 0:
-                    finite = all_finite(v, keys, value_dim, v_stride)
-                if (seen < n or mask_hides) and finite == 0:
-                    add_seen_values(
-                        tile_o, alpha, v, v_stride, s, n, value_dim, first_key, tile_row, shift, mask_hides, kept
-                    )
-                else:
-                    add_values(tile_o, alpha, v, v_stride, s, n, value_dim)
-
-        lse = p.lse + ((b * p.heads + h) * p.queries + first_row) * size
-        for tile in range(tiles):
-            tile_rows = min(width, rows - tile * width)
-            write_rows(
-                move(o, tile * width * value_dim),
-                move(m, tile * width),
-                move(l, tile * width),
-                row,
-                tile_rows,
-                value_dim,
-                out_at + (first_row + tile * width) * p.out_strides[2],
-                p.out_strides,
-                p.out_format,
-                lse + tile * width * size,
-            )
+        attend_rows(p, plan, item, scratch, control)

@@ -7,7 +7,7 @@ import inspect
 
 from numba.extending import overload, register_jitable
 
-from .. import dtypes, ops, recurrence, scores
+from .. import dropout, dtypes, ops, recurrence, scores
 from ..ops import as_float, as_int
 from .simd import Lanes, log2_of_lane
 
@@ -76,9 +76,34 @@ def exp2_float64(x):
     return p * as_float(as_int(t) << 52)
 
 
+def tanh_float32(x):
+    """To 2 ulp: a rational minimax approximation up to where tanh rounds to 1, as in Eigen's generic tanh."""
+    x = ops.select(x > 7.90531110763549805, 7.90531110763549805, x)
+    x = ops.select(x < -7.90531110763549805, -7.90531110763549805, x)
+    z = x * x
+    p = -2.76076847742355e-16 * z + 2.00018790482477e-13
+    p = p * z - 8.60467152213735e-11
+    p = p * z + 5.12229709037114e-08
+    p = p * z + 1.48572235717979e-05
+    p = p * z + 6.37261928875436e-04
+    p = p * z + 4.89352455891786e-03
+    q = 1.19825839466702e-06 * z + 1.18534705686654e-04
+    q = q * z + 2.26843463243900e-03
+    q = q * z + 4.89352518554385e-03
+    return x * p / q
+
+
+def tanh_float64(x):
+    """(1 - t) / (1 + t) with t = exp(-2 |x|): to 2e-16 absolute, which is what a soft-capped score needs."""
+    t = ops.exp2(-2.8853900817779268 * ops.maximum(x, -x))
+    y = (1.0 - t) / (1.0 + t)
+    return ops.select(x < 0.0, -y, y)
+
+
 meaning(ops.exp2, float32=exp2_float32, float64=exp2_float64)
+meaning(ops.tanh, float32=tanh_float32, float64=tanh_float64)
 meaning(ops.log2, every=lambda x: log2_of_lane(x))
 
 # Whatever is written in these words alone compiles as it stands.
-for _formula in (ops.maximum, *formulas(recurrence), *formulas(scores), *formulas(dtypes)):
+for _formula in (ops.maximum, *formulas(recurrence), *formulas(scores), *formulas(dtypes), *formulas(dropout)):
     register_jitable(**INLINE)(_formula)

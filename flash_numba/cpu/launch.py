@@ -15,9 +15,10 @@ import numpy as np
 from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
+from ..problem import Call, address
 from . import forward
 from .kernel_cache import KernelCache
-from .plan import LINE, make_control
+from .plan import LINE, block_rows, make_control
 from .rows import MATH
 from .simd import TILE, call_worker
 
@@ -79,8 +80,13 @@ def parallel_driver():
     return _driver
 
 
-def address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+def tile_width(dtype: np.dtype) -> int:
+    """Query rows in a register tile of float32 or float64."""
+    return TILE.width(numba.from_dtype(dtype))
+
+
+def rows_per_item(call: Call) -> int:
+    return block_rows(call.q.shape[-2], tile_width(call.lse.dtype))
 
 
 def run(problem: np.ndarray, dtype: np.dtype, flops: float, keep: object, progress: Progress | None) -> None:
@@ -89,7 +95,7 @@ def run(problem: np.ndarray, dtype: np.dtype, flops: float, keep: object, progre
     keep: the arrays whose addresses the problem holds; they live as long as a thread may write to them.
     """
     worker = worker_address(dtype)
-    control = make_control(problem, TILE.bits // 8 // dtype.itemsize * TILE.vectors, dtype.itemsize)
+    control = make_control(problem, tile_width(dtype), dtype.itemsize)
     items = int(control["items"])
     threads = 1
     if flops > SERIAL_FLOPS and items > 1 and not _forked:

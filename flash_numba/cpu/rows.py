@@ -4,23 +4,30 @@ Whole rows of the usual formats go through plain loops, which LLVM vectorises; s
 are read and written one element at a time.
 """
 
+from math import inf
+
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
 from ..dtypes import (
     BFLOAT16,
+    BOOL,
+    FLOAT8_E4M3FN,
+    FLOAT8_E5M2,
     FLOAT16,
     FLOAT32,
     FLOAT64,
     SWAPPED,
     bfloat16_to_float32,
+    float8_e4m3fn_to_float32,
+    float8_e5m2_to_float32,
     float16_to_float32,
     float32_to_bfloat16,
     float32_to_float16,
 )
 from ..ops import as_float, as_int
-from .simd import itemsize, lane, pointer_to, scalar, swap_bytes
+from .simd import itemsize, lane, move, pointer_to, register_width, scalar, swap_bytes, transpose_block
 
 # Without "nnan" and "ninf", which would make x == -inf and x != x false; without "reassoc", so that the same bits come
 # out of every copy of a formula.
@@ -28,6 +35,7 @@ MATH = {"fastmath": {"contract", "nsz", "arcp"}, "error_model": "numpy"}
 # Called from other compiled code only: the entries for Python and C would cost a tenth of the compile time.
 JIT = MATH | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
+uint8_at = pointer_to(types.uint8)
 uint16_at = pointer_to(types.uint16)
 int32_at = pointer_to(types.int32)
 int64_at = pointer_to(types.int64)
@@ -35,6 +43,7 @@ float32_at = pointer_to(types.float32)
 float64_at = pointer_to(types.float64)
 
 BITS16 = 0xFFFF
+HIGHEST = 3.4028234663852886e38  # the highest float32
 
 
 @njit(**JIT)
@@ -44,10 +53,30 @@ def half_bits(address, i, swapped):
 
 
 @njit(**JIT)
+def read_double(address, swapped):
+    bits = int64_at(address)[0]
+    return scalar(as_float(lane(swap_bytes(bits) if swapped else bits)))
+
+
+@njit(**JIT)
+def byte_bits(address, i):
+    return lane(np.int32(uint8_at(address)[i]))
+
+
+@njit(**JIT)
 def read_float32(address, code):
     """One element as float32."""
     swapped = code & SWAPPED
     kind = code & (SWAPPED - 1)
+    if kind == BOOL:
+        return np.float32(uint8_at(address)[0] != 0)
+    if kind == FLOAT8_E4M3FN:
+        return scalar(float8_e4m3fn_to_float32(byte_bits(address, 0)))
+    if kind == FLOAT8_E5M2:
+        return scalar(float8_e5m2_to_float32(byte_bits(address, 0)))
+    if kind == FLOAT64:  # of a bias: only an infinity may become one
+        wide = read_double(address, swapped)
+        return np.float32(wide if abs(wide) == inf else max(-HIGHEST, min(HIGHEST, wide)))
     if kind == FLOAT32:
         bits = int32_at(address)[0]
         return scalar(as_float(lane(swap_bytes(bits) if swapped else bits)))
@@ -58,8 +87,9 @@ def read_float32(address, code):
 
 @njit(**JIT)
 def read_float64(address, code):
-    bits = int64_at(address)[0]
-    return scalar(as_float(lane(swap_bytes(bits) if code & SWAPPED else bits)))
+    if code & (SWAPPED - 1) == FLOAT64:
+        return read_double(address, code & SWAPPED)
+    return np.float64(read_float32(address, code))  # a mask or a bias of another format
 
 
 @njit(**JIT)
@@ -74,6 +104,15 @@ def fetch_row_float32(row, n, address, stride, code):
     elif code == BFLOAT16 and stride == 2:
         for c in range(n):
             row[c] = scalar(bfloat16_to_float32(half_bits(address, c, False)))
+    elif code == FLOAT8_E4M3FN and stride == 1:
+        for c in range(n):
+            row[c] = scalar(float8_e4m3fn_to_float32(byte_bits(address, c)))
+    elif code == FLOAT8_E5M2 and stride == 1:
+        for c in range(n):
+            row[c] = scalar(float8_e5m2_to_float32(byte_bits(address, c)))
+    elif code == BOOL and stride == 1:
+        for c in range(n):
+            row[c] = np.float32(uint8_at(address)[c] != 0)
     else:
         for c in range(n):
             row[c] = read_float32(address + c * stride, code)
@@ -144,6 +183,19 @@ def _fetch_row(row, n, address, stride, code):
 def _write_row(address, stride, code, row, n):
     chosen = write_row_float32 if row.dtype == types.float32 else write_row_float64
     return lambda address, stride, code, row, n: chosen(address, stride, code, row, n)
+
+
+@njit(**JIT)
+def transpose(to, to_stride, source, stride, rows, columns):
+    """to[c * to_stride + r] = source[r * stride + c], in squares of one register's size and single elements at the edges."""
+    n = register_width(to)
+    square_rows, square_columns = rows // n * n, columns // n * n
+    for r in range(0, square_rows, n):
+        for c in range(0, square_columns, n):
+            transpose_block(move(to, c * to_stride + r), to_stride, move(source, r * stride + c), stride)
+    for r in range(rows):
+        for c in range(square_columns if r < square_rows else 0, columns):
+            to[c * to_stride + r] = source[r * stride + c]
 
 
 @njit(**JIT | {"fastmath": MATH["fastmath"] | {"reassoc"}})

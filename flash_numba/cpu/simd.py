@@ -201,6 +201,7 @@ for _fn, _inplace, _names in (
     (operator.truediv, operator.itruediv, ("fdiv", None)),
     (operator.and_, operator.iand, (None, "and_")),
     (operator.or_, operator.ior, (None, "or_")),
+    (operator.xor, operator.ixor, (None, "xor")),
     (operator.lshift, operator.ilshift, (None, "shl")),
     (operator.rshift, operator.irshift, (None, "ashr")),
 ):
@@ -210,6 +211,16 @@ for _fn, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne
     register_operator(getattr(operator, _fn), 2, mask_lanes, comparison(_sign))
 register_operator(operator.neg, 1, same_lanes, arithmetic("fneg", "neg"))
 register_operator(ops.select, 3, select_lanes, elementwise(lambda b, lanes, mask, x, y: b.select(mask, x, y)))
+
+
+def emit_mul_high(builder, lanes, x, y):
+    wide = ir.VectorType(I64, lanes.register) if lanes.register > 1 else I64
+    product = builder.mul(builder.zext(x, wide), builder.zext(y, wide))
+    half = ir.Constant(wide, [32] * lanes.register) if lanes.register > 1 else I64(32)
+    return builder.trunc(builder.lshr(product, half), x.type)
+
+
+register_operator(ops.mul_high, 2, same_lanes, elementwise(emit_mul_high))
 register_operator(ops.as_int, 1, *bits_as("int"))
 register_operator(ops.as_float, 1, *bits_as("float"))
 
@@ -297,28 +308,10 @@ def store(typingctx, value, pointer, row):
 
 
 @intrinsic
-def load_bytes(typingctx, like, pointer, row):
-    """Row number `row` of an array of rows of bytes, one a lane, as integers for the register tile of `like`."""
-    lanes = tile_lanes(like)
-    integers = lanes.of(SAME_SIZE_INT[lanes.dtype])
-    packed = Lanes(types.uint8, lanes.width, lanes.register)
-
-    def codegen(context, builder, sig, args):
-        registers = []
-        for address in registers_at(builder, packed, *args[1:]):
-            part = builder.load(address)
-            part.align = 1
-            registers.append(builder.zext(part, integers.llvm()))
-        return join(builder, integers, registers)
-
-    return integers(like, pointer, types.intp), codegen
-
-
-@intrinsic
 def row_numbers(typingctx, like, first):
     """first, first + 1, ...: the row number in each lane of the register tile of `like`."""
     lanes = tile_lanes(like)
-    integers = lanes.of(SAME_SIZE_INT[lanes.dtype])
+    integers = lanes.of(types.int32)
 
     def codegen(context, builder, sig, args):
         start = splat(builder, integers, context.cast(builder, args[1], sig.args[1], integers.dtype))
@@ -326,6 +319,48 @@ def row_numbers(typingctx, like, first):
         return join(builder, integers, [builder.add(start, ir.Constant(start.type, list(step))) for step in steps])
 
     return integers(like, types.intp), codegen
+
+
+@intrinsic
+def transpose_block(typingctx, to, to_stride, source, stride):
+    """to[c * to_stride + r] = source[r * stride + c] for a square of one register's size: log2 of it shuffles a register."""
+    n = TILE.register(source.dtype)
+    vector = ir.VectorType(LLVM_FLOAT[source.dtype], n)
+    align = source.dtype.bitwidth // 8
+
+    def codegen(context, builder, sig, args):
+        to, to_stride, source, stride = args
+
+        def at(pointer, stride, i):
+            return builder.bitcast(builder.gep(pointer, [builder.mul(stride, I64(i))]), vector.as_pointer())
+
+        rows = [builder.load(at(source, stride, r)) for r in range(n)]
+        for row in rows:
+            row.align = align
+        step = 1
+        while step < n:  # exchange the off-diagonal quarters of each square of 2 * step
+            new = list(rows)
+            for r in range(n):
+                if not r & step:
+                    a, b = rows[r], rows[r + step]
+                    low = [c if not c & step else n + c - step for c in range(n)]
+                    high = [c + step if not c & step else n + c for c in range(n)]
+                    new[r] = builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, n), low))
+                    new[r + step] = builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, n), high))
+            rows = new
+            step *= 2
+        for c, row in enumerate(rows):
+            builder.store(row, at(to, to_stride, c)).align = align
+        return context.get_dummy_value()
+
+    return types.void(to, types.intp, source, types.intp), codegen
+
+
+@intrinsic
+def register_width(typingctx, pointer):
+    """Lanes in one vector register of the pointer's type, a constant."""
+    width = TILE.register(pointer.dtype)
+    return types.intp(pointer), lambda context, builder, sig, args: I64(width)
 
 
 @intrinsic

@@ -1,0 +1,240 @@
+"""Checks of the public calls' arguments: each returns its argument in the one form that the rest of the library takes.
+
+Every error names the argument, quotes what was passed and says what is allowed.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .dtypes import BOOL, CODES, EIGHT_BIT, format_code
+from .problem import UNLIMITED
+
+DTYPE_NAMES = ", ".join(dtype.name for dtype in CODES)
+EIGHT_BIT_NAMES = ", ".join(dtype.name for dtype in EIGHT_BIT)
+MAX_LENGTH = 2**31 - 1  # queries or keys
+
+
+def check_choice(name: str, value: Any, allowed: tuple) -> None:
+    # of the same type, as 1 == True, and an array would compare elementwise
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def operand(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
+    """q, k or v as an array of at least two axes."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be ignored; pass x.data, and mask= for the keys")
+    allowed = f"{DTYPE_NAMES}, {EIGHT_BIT_NAMES}" if allow_eight_bit else DTYPE_NAMES
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of {allowed}, got {type(x).__name__}: {error}") from None
+    native = array.dtype.newbyteorder("=")
+    if native not in CODES and not (allow_eight_bit and native in EIGHT_BIT):
+        raise TypeError(f"{name} must be an array of {allowed}, got {array.dtype} of shape {array.shape}")
+    if array.ndim < 2:
+        raise ValueError(f"{name} must have at least 2 axes, (rows, columns), got shape {array.shape}")
+    return array
+
+
+def common_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.dtype:
+    """The dtype that all three share, 8-bit keys and values apart, in this machine's byte order."""
+    dtype = q.dtype.newbyteorder("=")
+    if any(x.dtype.newbyteorder("=") not in (dtype, *EIGHT_BIT) for x in (k, v)):
+        raise TypeError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    return dtype
+
+
+def number(name: str, value: Any, allowed: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}") from None
+
+
+def scale_factor(scale: float | None, dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(max(dim, 1))
+    value = number("scale", scale, "a finite number or None")
+    if not math.isfinite(value):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    return value
+
+
+def softcap_value(softcap: float | None) -> float:
+    """The cap, or 0 for none."""
+    if softcap is None:
+        return 0.0
+    value = number("softcap", softcap, "a positive finite number or None")
+    if not 0 < value < math.inf:
+        raise ValueError(f"softcap must be a positive finite number or None, got {softcap!r}")
+    return value
+
+
+def window_sides(window: Any, causal: bool | str) -> tuple[int, int]:
+    """(left, right), unlimited sides as `UNLIMITED`; a causal mask is a window that ends at the row's own position."""
+    allowed = "None or two integers (left, right) of at least 0, where None or -1 is unlimited"
+    try:
+        left, right = (None, None) if window is None else window
+        sides = [UNLIMITED if side is None or side == -1 else side.__index__() for side in (left, right)]
+    except (TypeError, ValueError, AttributeError):
+        raise TypeError(f"window must be {allowed}, got {window!r}") from None
+    if min(sides) < 0:
+        raise ValueError(f"window must be {allowed}, got {window!r}")
+    left, right = (min(side, UNLIMITED) for side in sides)
+    return left, 0 if causal else right
+
+
+def dropout_rate(dropout: float, seed: Any, training: bool) -> tuple[float, int]:
+    """(probability, 64-bit seed); (0, 0) where nothing is dropped."""
+    rate = number("dropout", dropout, "a number from 0 to below 1")
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout must be a number from 0 to below 1, got {dropout!r}")
+    if rate == 0 or not training:
+        return 0.0, 0
+    allowed = "an integer from 0 to 2**64 - 1 or a numpy.random.Generator"
+    if isinstance(seed, np.random.Generator):
+        return rate, int(seed.integers(0, 2**64, dtype=np.uint64))
+    if seed is None:
+        raise ValueError(f"seed must be given where dropout > 0, {allowed}, got None")
+    try:
+        value = seed.__index__()
+    except AttributeError:
+        raise TypeError(f"seed must be {allowed}, got {seed!r}") from None
+    if not 0 <= value < 2**64:
+        raise ValueError(f"seed must be {allowed}, got {seed!r}")
+    return rate, value
+
+
+def check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, bshd: bool) -> None:
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, layout={'bshd' if bshd else 'bhsd'!r}"
+    (*q_batch, heads, queries, dim), (*k_batch, k_heads, keys, k_dim), (*v_batch, v_heads, v_keys, value_dim) = (
+        heads_view(x, bshd).shape for x in (q, k, v)
+    )
+    if k_dim != dim:
+        raise ValueError(f"q and k must have the same head dimension (last axis): {shapes}")
+    if v_keys != keys:
+        raise ValueError(f"k and v must have the same number of keys: {shapes}")
+    if dim == 0 or value_dim == 0:
+        raise ValueError(f"head dimensions must be at least 1: {shapes}")
+    if k_heads != v_heads and 1 not in (k_heads, v_heads):
+        raise ValueError(f"k and v must have the same number of heads, or one of them a single head: {shapes}")
+    for name, shared in (("k", k_heads), ("v", v_heads)):
+        if shared == 0 or heads % shared:
+            raise ValueError(f"q's number of heads must be a multiple of {name}'s, {heads} isn't of {shared}: {shapes}")
+    for name, leading in (("k", k_batch), ("v", v_batch)):
+        try:
+            fits = np.broadcast_shapes(tuple(q_batch), tuple(leading)) == tuple(q_batch)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"the axes of {name} left of the heads must broadcast to q's: {shapes}")
+    if max(queries, keys) > MAX_LENGTH:
+        raise ValueError(f"at most {MAX_LENGTH} queries and keys are supported: {shapes}")
+
+
+def heads_view(x: np.ndarray, bshd: bool) -> np.ndarray:
+    """The array as (batch axes, heads, rows, columns) with at least one batch axis, without a copy."""
+    if x.ndim == 2:
+        return x[None, None]
+    if bshd:
+        x = x.swapaxes(-3, -2)
+    return x if x.ndim > 3 else x[None]
+
+
+def score_terms(bias: Any, mask: Any, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Bias and mask as views of shape (..., H, S_q, S_kv), floats before booleans.
+
+    A boolean bias is a mask and a float mask is one more bias, as PyTorch has it.
+    """
+    terms = []
+    for name, term in (("bias", bias), ("mask", mask)):
+        if term is None:
+            continue
+        array = np.asarray(term)
+        if format_code(array.dtype) is None:
+            raise TypeError(
+                f"{name} must be boolean (True keeps a key) or one of {DTYPE_NAMES} (added to the scores), "
+                f"got {array.dtype} of shape {array.shape}"
+            )
+        try:
+            terms.append(np.broadcast_to(array, shape))
+        except ValueError:
+            wanted = f"(..., H, S_q, S_kv) = {shape}"
+            raise ValueError(f"{name} must broadcast to {wanted}, got shape {array.shape}") from None
+    return sorted(terms, key=lambda term: format_code(term.dtype) == BOOL)
+
+
+def per_head(name: str, value: Any, batch: tuple[int, ...], heads: int, heads_name: str) -> np.ndarray | None:
+    """Numbers given for one head each, for all batch elements or each: float64 of shape (B, heads)."""
+    if value is None:
+        return None
+    allowed = f"({heads_name},) = ({heads},) or (B, {heads_name}) = {(*batch, heads)}"
+    try:
+        array = np.asarray(value).astype(np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be floats of shape {allowed}, got {value!r}") from None
+    size = math.prod(batch)
+    if array.shape not in ((heads,), (size, heads), (*batch, heads)):
+        raise ValueError(f"{name} must have shape {allowed}, got {array.shape}")
+    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1, heads), (size, heads)))
+
+
+def head_scales(name: str, value: Any, batch: tuple[int, ...], heads: int) -> np.ndarray | None:
+    """A scale for all, each key head, or each batch element and key head."""
+    if value is not None and np.ndim(value) == 0:
+        value = np.full(heads, number(name, value, "a number or an array of floats"))
+    return per_head(name, value, batch, heads, "H_kv")
+
+
+def per_batch(name: str, value: Any, batch: tuple[int, ...], low: int, high: int) -> np.ndarray | None:
+    """Integers from low to high, one for all batch elements or one each: int64 of shape (B,)."""
+    if value is None:
+        return None
+    array = np.asarray(value)
+    size = math.prod(batch)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, one or one each of {size} batch elements, got {value!r}")
+    if array.shape not in ((), (size,), batch):
+        raise ValueError(f"{name} must be one integer or of shape {(size,)}, got shape {array.shape}")
+    if array.size and (array.min() < low or array.max() > high):
+        raise ValueError(f"{name} must lie from {low} to {high}, got {value!r}")
+    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (size,)).astype(np.int64))
+
+
+def cumulative_lengths(name: str, value: Any, total: int) -> np.ndarray:
+    """Where packed sequences start, and the end of the last: int64 of shape (sequences + 1,)."""
+    array = np.asarray(value)
+    if array.dtype not in (np.int32, np.int64) or array.ndim != 1 or array.size == 0:
+        raise TypeError(
+            f"{name} must be a 1-D int32 or int64 array of sequences + 1 offsets, "
+            f"got {array.dtype} of shape {array.shape}"
+        )
+    array = array.astype(np.int64)
+    if array[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {value!r}")
+    if (np.diff(array) < 0).any():
+        raise ValueError(f"{name} must not decrease, got {value!r}")
+    if array[-1] > total:
+        raise ValueError(f"{name} must end at or before {total}, the number of rows, got {value!r}")
+    return array
+
+
+def output_array(out: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if not isinstance(out, np.ndarray) or out.dtype.newbyteorder("=") not in CODES:
+        kind = f"{out.dtype} array" if isinstance(out, np.ndarray) else type(out).__name__
+        raise TypeError(f"out must be a NumPy array of {DTYPE_NAMES}, got {kind}")
+    if out.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {out.shape}")
+    if not out.flags.writeable:
+        raise ValueError("out must be writeable, got a read-only array")
+    return out
+
+
+def can_write_in_place(out: np.ndarray, dtype: np.dtype, inputs: list) -> bool:
+    """Whether a kernel may write to `out` as it goes: a format it writes, and no overlap with what it still reads."""
+    if (out.dtype.newbyteorder("=") == np.float64) != (dtype == np.float64):
+        return False
+    return not any(np.may_share_memory(out, x) for x in inputs)

@@ -1,0 +1,136 @@
+"""The rule stage of a score tile: soft-capping, ALiBi, bias and masks, then dropout of the weights.
+
+Each rule is a loop over the tile's keys around one formula of `scores.py` or `dropout.py`; whether it runs is decided
+once a tile, at run time.
+"""
+
+from math import inf
+
+import numpy as np
+from numba import njit
+
+from .. import dropout, ops, scores
+from ..dtypes import BOOL
+from .rows import JIT, fetch_row, transpose, uint8_at
+from .simd import itemsize, lanes_of, load, move, real, row_numbers, store, tile_width
+
+FAR = 2**30  # a bound that no key of a tile reaches, in 32-bit lanes
+LOWEST_32, LOWEST_64 = -3.4028234663852886e38, -1.7976931348623157e308
+
+
+@njit(**JIT)
+def softcap_scores(s, keys, cap):
+    inverse = real(s, 1.0 / cap)
+    cap = real(s, cap)
+    for j in range(keys):
+        store(scores.softcapped(load(s, j), cap, inverse), s, j)
+
+
+@njit(**JIT)
+def alibi_scores(s, keys, slope, position):
+    """position: of the tile's first row, counted from the tile's first key."""
+    p = lanes_of(s, 0.0) + row_numbers(s, 0) + real(s, position)
+    slope = real(s, slope)
+    for j in range(keys):
+        store(scores.with_alibi(load(s, j), slope, p, real(s, j)), s, j)
+
+
+@njit(**JIT)
+def count_kept(address, rows, keys, strides):
+    """How many of a boolean mask's elements are true."""
+    count = 0
+    for r in range(rows):
+        line = address + r * strides[2]
+        if strides[3] == 1:
+            for j in range(keys):
+                count += uint8_at(line)[j] != 0
+        else:
+            for j in range(keys):
+                count += uint8_at(line + j * strides[3])[0] != 0
+    return count
+
+
+@njit(**JIT)
+def count_finite(rows, staging, keys):
+    """How many of a staged bias's elements aren't -inf."""
+    count = 0
+    for i in range(rows * keys):
+        count += staging[i] != -inf
+    return count
+
+
+@njit(**JIT)
+def load_term(term, staging, address, rows, keys, strides, code):
+    """A mask's or a bias's part of a score tile, as (key, row): `(some key is kept, some key is hidden)`.
+
+    A mask that keeps or hides the whole tile, and a bias that hides it, isn't laid out. A term with row stride 0 is read
+    for one row. Lanes without a row of their own hold what they held before; nothing of them is written out.
+    """
+    width = tile_width(term)
+    own_rows = rows if strides[2] != 0 else 1
+    if code == BOOL:
+        kept = count_kept(address, own_rows, keys, strides)
+        if kept == 0 or kept == own_rows * keys:
+            return kept != 0, kept == 0
+    for r in range(own_rows):
+        fetch_row(move(staging, r * keys), keys, address + r * strides[2], strides[3], code)
+    if code != BOOL:
+        kept = count_finite(own_rows, staging, keys)
+        if kept == 0:
+            return False, True
+    if own_rows == rows and strides[2] != 0:
+        transpose(term, width, staging, keys, rows, keys)
+    else:
+        for j in range(keys):
+            store(lanes_of(term, staging[j]), term, j)
+    return True, kept < own_rows * keys
+
+
+@njit(**JIT)
+def apply_term(s, term, keys, is_mask):
+    if is_mask:
+        for j in range(keys):
+            store(scores.hide(load(s, j), load(term, j) != 0.0), s, j)
+    else:
+        lowest = real(s, LOWEST_32 if itemsize(s) == 4 else LOWEST_64)
+        for j in range(keys):
+            store(scores.with_bias(load(s, j), load(term, j), lowest), s, j)
+
+
+@njit(**JIT)
+def bound(s, position):
+    """The first or last key that each row of a tile sees, counted from the tile's first key."""
+    return row_numbers(s, max(-FAR, min(FAR, position)))
+
+
+@njit(**JIT)
+def hide_by_position(s, start, stop, first, last):
+    """-inf for the keys start to stop that lie outside a row's range; `first` and `last` are the first row's bounds."""
+    first, last = bound(s, first), bound(s, last)
+    for j in range(start, stop):
+        store(scores.hide(load(s, j), scores.between(j, first, last)), s, j)
+
+
+@njit(**JIT)
+def drop_weights(s, keys, row_index, key_index, h, b, round_keys, threshold, factor):
+    """Dropout: weights of dropped keys to 0, of kept ones times 1 / (1 - p). Four keys share a counter."""
+    i = row_numbers(s, 0) + np.int32(row_index)
+    factor = real(s, factor)
+    threshold = np.int32(threshold)
+    zero = row_numbers(s, 0) & 0
+    j = 0
+    while j < keys:
+        group = (key_index + j) >> 2
+        words = dropout.philox(zero + np.int32(group), i, zero + np.int32(h), zero + np.int32(b), round_keys)
+        for w in range(4):
+            at = group * 4 + w - key_index
+            if at >= j and at < keys:
+                word = words[0]
+                if w == 1:
+                    word = words[1]
+                elif w == 2:
+                    word = words[2]
+                elif w == 3:
+                    word = words[3]
+                store(ops.select(dropout.kept(word, threshold), load(s, at) * factor, 0.0), s, at)
+        j = group * 4 + 4 - key_index
