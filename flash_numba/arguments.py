@@ -14,6 +14,7 @@ from .problem import UNLIMITED
 DTYPE_NAMES = ", ".join(dtype.name for dtype in CODES)
 EIGHT_BIT_NAMES = ", ".join(dtype.name for dtype in EIGHT_BIT)
 MAX_LENGTH = 2**31 - 1  # queries or keys
+MAX_POSITION = 2**40
 
 
 def check_choice(name: str, value: Any, allowed: tuple) -> None:
@@ -202,6 +203,18 @@ def per_batch(name: str, value: Any, batch: tuple[int, ...], low: int, high: int
     if array.size and (array.min() < low or array.max() > high):
         raise ValueError(f"{name} must lie from {low} to {high}, got {value!r}")
     return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (size,)).astype(np.int64))
+
+
+def key_count(name: str, value: Any) -> int:
+    """A number of keys, or the index of one."""
+    allowed = f"an integer from 0 to {MAX_POSITION}"
+    try:
+        count = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{name} must be {allowed}, got {value!r}") from None
+    if not 0 <= count <= MAX_POSITION:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return count
 
 
 def cumulative_lengths(name: str, value: Any, total: int) -> np.ndarray:

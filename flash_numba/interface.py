@@ -1,13 +1,15 @@
 """The public calls: check the arguments, describe the call as a `Problem`, hand it to a backend."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import arguments as check
-from . import reference
+from . import recurrence, reference
 from .problem import Call, describe, packed_tiles
+from .scores import LOG2E
 
 Progress = Callable[[int, int], None]
 
@@ -95,33 +97,228 @@ def attention(
     Formula: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; streamed as in Dao 2023 (arXiv:2307.08691),
     section 3.1. The rules' sources stand in `scores.py` and `dropout.py`.
     """
-    check.check_choice("layout", layout, LAYOUTS)
     check.check_choice("backend", backend, BACKENDS)
+    call, result = checked_call(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, sinks=sinks, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset,
+        dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale, layout=layout, out=out,
+    )  # fmt: skip
+    if backend == "reference":
+        run_reference(call, causal)
+    else:
+        run(call, progress)
+    out, lse = finished(call, result, layout)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | np.random.Generator | None = None,
+    training: bool = True,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out: np.ndarray | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> Any:
+    """Attention of packed sequences of any lengths, each on its own: sequence b of q attends to sequence b of k and v.
+
+    Args:
+        q: (total_q, H, D), the sequences one after the other.
+        k: (total_k, H_kv, D).
+        v: (total_k, H_kv, D_v).
+        cu_seqlens_q: Where the sequences of q start, and where the last ends: (sequences + 1,) int32 or int64, from 0,
+            not decreasing. Equal neighbours are an empty sequence. Rows behind the last offset give 0 and -inf.
+        cu_seqlens_k: Likewise of k and v.
+        alibi_slopes: (H,) or (sequences, H); `sinks`, `k_scale` and `v_scale` likewise.
+        out: (total_q, H, D_v).
+
+    The other arguments are `attention`'s; positions, and the indices of dropout, count within a sequence.
+
+    Returns:
+        The output, (total_q, H, D_v), and with `return_lse` the LSE, (H, total_q).
+
+    Raises:
+        ValueError, TypeError: as `attention`; offsets that don't start at 0, decrease, or lie beyond the rows.
+    """
+    check.check_choice("backend", backend, BACKENDS)
+    q, k, v = (np.asarray(x) for x in (q, k, v))
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"q, k and v must be (total, H, D), got {q.shape}, {k.shape} and {v.shape}")
+    starts = {
+        "cu_seqlens_q": check.cumulative_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
+        "cu_seqlens_k": check.cumulative_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0]),
+    }
+    count = starts["cu_seqlens_q"].size - 1
+    if starts["cu_seqlens_k"].size - 1 != count:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have the same number of sequences, "
+            f"got {count} and {starts['cu_seqlens_k'].size - 1}"
+        )
+    rules: dict[str, Any] = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
+        "sinks": sinks, "dropout": dropout, "seed": seed, "training": training, "k_scale": k_scale, "v_scale": v_scale,
+    }  # fmt: skip
+    call, result = checked_call(q, k, v, layout="bshd", out=out, sequences=(count,), **rules)
+    call = replace(call, **starts)
+    if backend == "reference":
+        rules["seed"] = call.seed  # drawn once
+        exact = reference.attention_varlen(q, k, v, *starts.values(), return_lse=True, **rules)
+        call.out[0], call.lse[0] = exact[0].swapaxes(0, 1), exact[1]
+    else:
+        end = starts["cu_seqlens_q"][-1]
+        call.out[..., end:, :], call.lse[..., end:] = 0, -np.inf
+        run(call, progress)
+    out, lse = finished(call, result, "bshd")
+    return (out, lse) if return_lse else out
+
+
+def attention_partial(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    q_offset: Any,
+    k_offset: int = 0,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    training: bool = True,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "bhsd",
+    progress: Progress | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention to some of the keys, to be put together with the rest by `merge`.
+
+    Args:
+        q_offset: Position of row 0 in the whole sequence, one integer or (B,).
+        k_offset: Index of the first key given in the whole sequence. Dropout counts from both.
+        bias: For the keys given, as `mask`; `kv_lengths` counts among them too.
+
+    The other arguments are `attention`'s. Sinks are left out: they are added once, by `merge`.
+
+    Returns:
+        (out, lse), out in the accumulation format: float32, or float64 for float64.
+
+    Raises:
+        ValueError, TypeError: as `attention`.
+    """
+    call, result = checked_call(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset, k_offset=k_offset,
+        dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale, layout=layout, partial=True,
+    )  # fmt: skip
+    run(call, progress)
+    return finished(call, result, layout)
+
+
+def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> tuple[np.ndarray, np.ndarray]:
+    """Attention to all keys from attention to parts of them, each key in one part: exact for any split.
+
+    Args:
+        outs: Outputs of `attention_partial` in the order of their keys, each (..., H, S_q, D_v).
+        lses: Their log-sum-exps, each (..., H, S_q). A part without a key has -inf, and changes nothing.
+        sinks: (H,), added here, once.
+        layout: Of the outputs.
+
+    Returns:
+        (out, lse) in the format of the parts.
+
+    Raises:
+        ValueError: no parts, or shapes that don't fit.
+
+    Formula: `recurrence.merge_weights`, as in split-KV decoding (Dao et al. 2023, Flash-Decoding).
+    """
+    check.check_choice("layout", layout, LAYOUTS)
+    outs, lses = [np.asarray(out) for out in outs], [np.asarray(lse) for lse in lses]
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"outs and lses must be as many, and at least one, got {len(outs)} and {len(lses)}")
+    swap = layout == "bshd" and outs[0].ndim > 2
+    parts = [out.swapaxes(-3, -2) if swap else out for out in outs]
+    for out, lse in zip(parts, lses, strict=True):
+        if out.shape != parts[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                f"outs must be of one shape and lses of theirs without the last axis (heads before rows), "
+                f"got {[x.shape for x in outs]} and {[x.shape for x in lses]}"
+            )
+    dtype = np.result_type(*lses)
+    m = np.full(lses[0].shape, -np.inf, dtype)
+    l = np.zeros_like(m)
+    total = np.zeros(parts[0].shape, dtype)
+    with np.errstate(invalid="ignore"):  # NaN is passed on
+        for out, lse in zip(parts, lses, strict=True):
+            m, a, b = recurrence.merge_weights(m, lse * dtype.type(LOG2E))
+            total = total * a[..., None] + out * b[..., None]
+            l = a * l + b
+        if sinks is not None:
+            heads = parts[0].shape[-3] if parts[0].ndim > 2 else 1
+            sink = check.per_head("sinks", sinks, (1,), heads, "H")[0].astype(dtype) * dtype.type(LOG2E)
+            m, a, b = recurrence.merge_weights(m, sink[:, None])
+            total, l = total * a[..., None], a * l + b
+        result = (total * recurrence.finish(l)[..., None]).astype(parts[0].dtype)
+        lse = recurrence.lse(m, l).astype(dtype)
+    return (result.swapaxes(-3, -2) if swap else result), lse.reshape(lses[0].shape)
+
+
+# -- from arguments to a call ------------------------------------------------------------------------------------------
+
+
+def checked_call(
+    q, k, v, *, causal, window, scale, softcap, alibi_slopes, dropout, seed, training, k_scale, v_scale, layout,
+    bias=None, mask=None, sinks=None, q_lengths=None, kv_lengths=None, q_offset=None, k_offset=0, out=None,
+    sequences=None, partial=False,
+) -> tuple[Call, np.ndarray]:  # fmt: skip
+    """The arguments of a public call, checked: `(call, result)`, result being the array to return.
+
+    sequences: (count,) of packed sequences, which stand where batch elements do. partial: the output is to be kept in
+    the accumulation format.
+    """
+    check.check_choice("layout", layout, LAYOUTS)
     check.check_choice("causal", causal, CAUSAL)
     q, k, v = check.operand("q", q), check.operand("k", k, True), check.operand("v", v, True)
     dtype = check.common_dtype(q, k, v)
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     bshd = layout == "bshd"
     check.check_shapes(q, k, v, bshd)
     shape = (*q.shape[:-1], v.shape[-1])
-    result = np.empty(shape, dtype) if out is None else check.output_array(out, shape)
+    result = np.empty(shape, wide if partial else dtype) if out is None else check.output_array(out, shape)
     q_view, k_view, v_view = (check.heads_view(x, bshd) for x in (q, k, v))
     *batch, heads, queries, dim = q_view.shape
     keys = k_view.shape[-2]
-    lead = tuple(batch)
+    lead = tuple(batch) if sequences is None else sequences
     left, right = check.window_sides(window, causal)
     rate, random_seed = check.dropout_rate(dropout, seed, training)
     terms = check.score_terms(bias, mask, (*(lead if q.ndim > 3 else ()), heads, queries, keys))
-    inputs = [q, k, v, *terms]
-    target = result
-    if out is not None and not check.can_write_in_place(out, dtype, inputs):
-        target = np.empty(shape, accumulation_dtype(dtype))
-    lse = np.empty(q_view.shape[:-1], accumulation_dtype(dtype))
+    in_place = out is None or check.can_write_in_place(result, dtype, [q, k, v, *terms])
+    target = result if in_place else np.empty(shape, wide)
     call = Call(
         q=q_view,
         k=k_view,
         v=v_view,
         out=check.heads_view(target, bshd),
-        lse=lse,
+        lse=np.empty(q_view.shape[:-1], wide),
         scale=check.scale_factor(scale, dim),
         left=left,
         right=right,
@@ -134,23 +331,20 @@ def attention(
         v_scales=check.head_scales("v_scale", v_scale, lead, v_view.shape[-3]),
         q_lengths=check.per_batch("q_lengths", q_lengths, lead, 0, queries),
         kv_lengths=check.per_batch("kv_lengths", kv_lengths, lead, 0, keys),
-        q_offset=check.per_batch("q_offset", q_offset, lead, -check.MAX_LENGTH, check.MAX_LENGTH),
+        q_offset=check.per_batch("q_offset", q_offset, lead, -check.MAX_POSITION, check.MAX_POSITION),
+        k_offset=check.key_count("k_offset", k_offset),
         dropout=rate,
         seed=random_seed,
     )
-    if backend == "reference":
-        run_reference(call, causal)
-    else:
-        run(call, progress)
-    if target is not result:
-        result[...] = target
-    lse = lse[(0,) * (4 - q.ndim)]  # the axes that a 2-D or 3-D q doesn't have
-    return (result, lse) if return_lse else result
+    return call, result
 
 
-def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """The format that sums are kept in, for inputs of a dtype."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+def finished(call: Call, result: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) as the caller knows them, the output copied where it was computed aside."""
+    assert call.out is not None
+    if not np.may_share_memory(call.out, result):
+        check.heads_view(result, layout == "bshd")[...] = call.out
+    return result, call.lse[(0,) * (4 - result.ndim)]  # without the axes that a 2-D or 3-D q doesn't have
 
 
 def run(call: Call, progress: Progress | None = None, state: np.ndarray | None = None) -> None:

@@ -122,6 +122,7 @@ class Call:
     q_lengths: np.ndarray | None = None  # (B,) int64, like the next two
     kv_lengths: np.ndarray | None = None
     q_offset: np.ndarray | None = None
+    counts_from_offset: bool = True  # whether dropout counts rows from q_offset, as from one that the caller gave
     k_offset: int = 0
     dropout: float = 0.0
     seed: int = 0
@@ -205,7 +206,8 @@ def batch_sequences(call: Call, strides: dict) -> np.ndarray:
     own["queries"] = queries if call.q_lengths is None else call.q_lengths
     own["keys"] = call.k.shape[-2] if call.kv_lengths is None else call.kv_lengths
     if call.q_offset is not None:
-        own["shift"] = own["row_index"] = call.q_offset
+        own["shift"] = call.q_offset
+        own["row_index"] = call.q_offset * call.counts_from_offset
     elif not call.top_left:
         own["shift"] = own["keys"] - own["queries"]
     own["shift"] -= call.k_offset

@@ -22,8 +22,9 @@ from . import (
     lanes,  # noqa: F401  gives the words of the formulas their meaning
     simd,
 )
+from .compile import HELPER, STAGE
 from .plan import CANCEL, CONTROL, TICKET
-from .rows import JIT, all_finite, fetch_row, in_place, transpose, write_row
+from .rows import all_finite, fetch_row, in_place, transpose, write_row
 from .rules import (
     alibi_scores,
     apply_term,
@@ -62,7 +63,7 @@ value_step, value_step_1 = simd.outer_product(across=True, blend=True)
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def locate(p, plan, item):
     """Which rows an item is: `(sequence, head, first row, number of the tile)`. Longest first, all heads of a tile together."""
     tile, h = item // p.heads, item % p.heads
@@ -75,7 +76,7 @@ def locate(p, plan, item):
     return b, h, tile * plan.block_q, (b * p.heads + h) * count + tile
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def operands(p, b, h):
     """Where head h of sequence b starts: the addresses of q, k, v, out, lse and both terms, its lengths and its shift."""
     if p.sequences != 0:
@@ -101,7 +102,7 @@ def operands(p, b, h):
     )
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def of_head(address, strides, b, h, default):
     """A number given for each batch element and head, or the default where none is given."""
     if address == 0:
@@ -109,7 +110,7 @@ def of_head(address, strides, b, h, default):
     return float64_at(address + b * strides[0] + h * strides[1])[0]
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def load_queries(q, staging, address, rows, strides, code, dim, scale):
     """Query rows at an address into q, transposed to (register tile, dim, row) and scaled; lanes without a row get 0."""
     width = tile_width(q)
@@ -127,7 +128,7 @@ def load_queries(q, staging, address, rows, strides, code, dim, scale):
         transpose(move(q, first * dim), width, staging, dim, width, dim)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def load_block(block, address, rows, strides, code, columns):
     """Rows of K or V: `(pointer, elements from row to row)`, in place where the format allows it, else through `block`."""
     if in_place(block, address, strides, code):
@@ -137,7 +138,7 @@ def load_block(block, address, rows, strides, code, columns):
     return block, columns
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def start_rows(m, l, o, tiles, value_dim):
     """The state before any key: (-inf, 0, 0)."""
     for tile in range(tiles):
@@ -150,7 +151,7 @@ def start_rows(m, l, o, tiles, value_dim):
 # -- score, recur ------------------------------------------------------------------------------------------------------
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def multiply_keys(s, k, k_stride, q, keys, dim):
     """S[key, row] = sum_t K[key, t] Q[t, row]"""
     width = tile_width(s)
@@ -163,7 +164,7 @@ def multiply_keys(s, k, k_stride, q, keys, dim):
         j += 1
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def scores_to_weights(s, m, l, alpha, keys):
     """Scores to weights in place; brings m and l to the new reference, and leaves O to be multiplied by alpha."""
     top = load(s, 0)
@@ -180,7 +181,7 @@ def scores_to_weights(s, m, l, alpha, keys):
     store(a, alpha, 0)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def add_values(o, alpha, v, v_stride, s, keys, value_dim):
     """O[c, row] = alpha[row] O[c, row] + sum_j V[j, c] P[j, row]"""
     width = tile_width(s)
@@ -193,7 +194,7 @@ def add_values(o, alpha, v, v_stride, s, keys, value_dim):
         c += 1
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias, has_bias, mask, has_mask):
     """The same where V holds NaN or infinity: 0 * NaN would leak, so a key that a row doesn't see is left out. Rare."""
     first, last = bound(s, first), bound(s, last)
@@ -212,7 +213,7 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def write_rows(o, m, l, staging, rows, value_dim, out, strides, code, lse, sink, v_scale):
     """Take the sink in, normalise, and write a register tile's rows out. The state itself stays as it is."""
     lse_out = pointer_like(o, lse)
@@ -228,7 +229,7 @@ def write_rows(o, m, l, staging, rows, value_dim, out, strides, code, lse, sink,
         write_row(out + r * strides[2], strides[3], code, row, value_dim)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def write_empty_rows(staging, rows, value_dim, out, strides, code, lse, sink):
     """Rows beyond a sequence's length see no key: output 0, and the sink alone as their LSE, if there is one."""
     lse_out = pointer_like(staging, lse)
@@ -242,7 +243,7 @@ def write_empty_rows(staging, rows, value_dim, out, strides, code, lse, sink):
 # -- one thread --------------------------------------------------------------------------------------------------------
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def attend_rows(p, plan, item, scratch, control):
     """One item: up to `block_q` query rows of one head against all keys that they see."""
     width, size = tile_width(scratch), itemsize(scratch)

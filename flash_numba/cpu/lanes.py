@@ -9,9 +9,10 @@ from numba.extending import overload, register_jitable
 
 from .. import dropout, dtypes, ops, recurrence, scores
 from ..ops import as_float, as_int
+from .compile import HelperCompiler
 from .simd import Lanes, log2_of_lane
 
-INLINE = {"forceinline": True}
+INLINE = {"forceinline": True, "pipeline_class": HelperCompiler, "no_cfunc_wrapper": True}
 
 
 def formulas(module):

@@ -6,6 +6,7 @@ computes an item changes nothing in the result.
 """
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -15,11 +16,11 @@ import numpy as np
 from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
-from ..problem import Call, address
+from ..problem import Call, address, describe
 from . import forward
+from .compile import MATH
 from .kernel_cache import KernelCache
 from .plan import LINE, block_rows, make_control
-from .rows import MATH
 from .simd import TILE, call_worker
 
 Progress = Callable[[int, int], None]
@@ -87,6 +88,18 @@ def tile_width(dtype: np.dtype) -> int:
 
 def rows_per_item(call: Call) -> int:
     return block_rows(call.q.shape[-2], tile_width(call.lse.dtype))
+
+
+def new_state(call: Call) -> np.ndarray:
+    """The state of a stream before any key, for every tile of rows: (-inf, 0, 0), laid out as `plan.CONTROL` has it."""
+    *batch, heads, queries, _ = call.q.shape
+    dtype = call.lse.dtype
+    control = make_control(describe(call)[0], tile_width(dtype), dtype.itemsize)
+    block_q = int(control["block_q"])
+    state = np.zeros((math.prod(batch) * heads * -(-queries // block_q), int(control["state_bytes"])), np.uint8)
+    maximum = int(control["maximum"])
+    state[:, maximum : maximum + block_q * dtype.itemsize].view(dtype)[...] = -np.inf
+    return state
 
 
 def run(problem: np.ndarray, dtype: np.dtype, flops: float, keep: object, progress: Progress | None) -> None:

@@ -27,13 +27,8 @@ from ..dtypes import (
     float32_to_float16,
 )
 from ..ops import as_float, as_int
+from .compile import HELPER, STAGE
 from .simd import itemsize, lane, move, pointer_to, register_width, scalar, swap_bytes, transpose_block
-
-# Without "nnan" and "ninf", which would make x == -inf and x != x false; without "reassoc", so that the same bits come
-# out of every copy of a formula.
-MATH = {"fastmath": {"contract", "nsz", "arcp"}, "error_model": "numpy"}
-# Called from other compiled code only: the entries for Python and C would cost a tenth of the compile time.
-JIT = MATH | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 uint8_at = pointer_to(types.uint8)
 uint16_at = pointer_to(types.uint16)
@@ -46,24 +41,24 @@ BITS16 = 0xFFFF
 HIGHEST = 3.4028234663852886e38  # the highest float32
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def half_bits(address, i, swapped):
     bits = uint16_at(address)[i]
     return lane(np.int32(swap_bytes(bits) if swapped else bits))
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def read_double(address, swapped):
     bits = int64_at(address)[0]
     return scalar(as_float(lane(swap_bytes(bits) if swapped else bits)))
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def byte_bits(address, i):
     return lane(np.int32(uint8_at(address)[i]))
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def read_float32(address, code):
     """One element as float32."""
     swapped = code & SWAPPED
@@ -85,14 +80,14 @@ def read_float32(address, code):
     return scalar(bfloat16_to_float32(half_bits(address, 0, swapped)))
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def read_float64(address, code):
     if code & (SWAPPED - 1) == FLOAT64:
         return read_double(address, code & SWAPPED)
     return np.float64(read_float32(address, code))  # a mask or a bias of another format
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def fetch_row_float32(row, n, address, stride, code):
     """n elements at an address, `stride` bytes apart, into a row of floats."""
     if code == FLOAT32 and stride == 4:
@@ -118,7 +113,7 @@ def fetch_row_float32(row, n, address, stride, code):
             row[c] = read_float32(address + c * stride, code)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def fetch_row_float64(row, n, address, stride, code):
     if code == FLOAT64 and stride == 8:
         for c in range(n):
@@ -128,7 +123,7 @@ def fetch_row_float64(row, n, address, stride, code):
             row[c] = read_float64(address + c * stride, code)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def write_row_float32(address, stride, code, row, n):
     """A row of floats out, `stride` bytes apart, in the given format."""
     if code == FLOAT32:
@@ -148,7 +143,7 @@ def write_row_float32(address, stride, code, row, n):
             uint16_at(to)[0] = swap_bytes(bits) if swapped else bits
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def write_row_float64(address, stride, code, row, n):
     for c in range(n):
         bits = scalar(as_int(lane(row[c])))
@@ -165,7 +160,7 @@ def write_row(address, stride, code, row, n):
     raise NotImplementedError
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def in_place(like, address, strides, code):
     """Whether rows at an address can be read as the kernel's own floats: its format, contiguous columns, aligned rows."""
     size = itemsize(like)
@@ -173,19 +168,19 @@ def in_place(like, address, strides, code):
     return code == own and strides[3] == size and address % size == 0 and strides[2] % size == 0
 
 
-@overload(fetch_row)
+@overload(fetch_row, jit_options=HELPER)
 def _fetch_row(row, n, address, stride, code):
     chosen = fetch_row_float32 if row.dtype == types.float32 else fetch_row_float64
     return lambda row, n, address, stride, code: chosen(row, n, address, stride, code)
 
 
-@overload(write_row)
+@overload(write_row, jit_options=HELPER)
 def _write_row(address, stride, code, row, n):
     chosen = write_row_float32 if row.dtype == types.float32 else write_row_float64
     return lambda address, stride, code, row, n: chosen(address, stride, code, row, n)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def transpose(to, to_stride, source, stride, rows, columns):
     """to[c * to_stride + r] = source[r * stride + c], in squares of one register's size and single elements at the edges."""
     n = register_width(to)
@@ -198,7 +193,7 @@ def transpose(to, to_stride, source, stride, rows, columns):
             to[c * to_stride + r] = source[r * stride + c]
 
 
-@njit(**JIT | {"fastmath": MATH["fastmath"] | {"reassoc"}})
+@njit(**STAGE | {"fastmath": STAGE["fastmath"] | {"reassoc"}})
 def all_finite(rows, n, columns, stride):
     """Whether n rows hold neither NaN nor infinity: x * 0 is 0 or NaN. A sum that LLVM may
     reorder is quick and as good (but not x - x, which it then takes for 0)."""

@@ -11,14 +11,15 @@ from numba import njit
 
 from .. import dropout, ops, scores
 from ..dtypes import BOOL
-from .rows import JIT, fetch_row, transpose, uint8_at
+from .compile import HELPER, STAGE
+from .rows import fetch_row, transpose, uint8_at
 from .simd import itemsize, lanes_of, load, move, real, row_numbers, store, tile_width
 
 FAR = 2**30  # a bound that no key of a tile reaches, in 32-bit lanes
 LOWEST_32, LOWEST_64 = -3.4028234663852886e38, -1.7976931348623157e308
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def softcap_scores(s, keys, cap):
     inverse = real(s, 1.0 / cap)
     cap = real(s, cap)
@@ -26,7 +27,7 @@ def softcap_scores(s, keys, cap):
         store(scores.softcapped(load(s, j), cap, inverse), s, j)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def alibi_scores(s, keys, slope, position):
     """position: of the tile's first row, counted from the tile's first key."""
     p = lanes_of(s, 0.0) + row_numbers(s, 0) + real(s, position)
@@ -35,7 +36,7 @@ def alibi_scores(s, keys, slope, position):
         store(scores.with_alibi(load(s, j), slope, p, real(s, j)), s, j)
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def count_kept(address, rows, keys, strides):
     """How many of a boolean mask's elements are true."""
     count = 0
@@ -50,7 +51,7 @@ def count_kept(address, rows, keys, strides):
     return count
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def count_finite(rows, staging, keys):
     """How many of a staged bias's elements aren't -inf."""
     count = 0
@@ -59,7 +60,7 @@ def count_finite(rows, staging, keys):
     return count
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def load_term(term, staging, address, rows, keys, strides, code):
     """A mask's or a bias's part of a score tile, as (key, row): `(some key is kept, some key is hidden)`.
 
@@ -86,7 +87,7 @@ def load_term(term, staging, address, rows, keys, strides, code):
     return True, kept < own_rows * keys
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def apply_term(s, term, keys, is_mask):
     if is_mask:
         for j in range(keys):
@@ -97,13 +98,13 @@ def apply_term(s, term, keys, is_mask):
             store(scores.with_bias(load(s, j), load(term, j), lowest), s, j)
 
 
-@njit(**JIT)
+@njit(**HELPER)
 def bound(s, position):
     """The first or last key that each row of a tile sees, counted from the tile's first key."""
     return row_numbers(s, max(-FAR, min(FAR, position)))
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def hide_by_position(s, start, stop, first, last):
     """-inf for the keys start to stop that lie outside a row's range; `first` and `last` are the first row's bounds."""
     first, last = bound(s, first), bound(s, last)
@@ -111,7 +112,7 @@ def hide_by_position(s, start, stop, first, last):
         store(scores.hide(load(s, j), scores.between(j, first, last)), s, j)
 
 
-@njit(**JIT)
+@njit(**STAGE)
 def drop_weights(s, keys, row_index, key_index, h, b, round_keys, threshold, factor):
     """Dropout: weights of dropped keys to 0, of kept ones times 1 / (1 - p). Four keys share a counter."""
     i = row_numbers(s, 0) + np.int32(row_index)

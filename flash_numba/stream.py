@@ -1,0 +1,125 @@
+"""AttentionStream: attention to keys and values that arrive in chunks."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import arguments as check
+from .interface import checked_call, finished, run
+
+
+class AttentionStream:
+    """Attention to keys and values absorbed chunk by chunk, with a state of the size of the output.
+
+    Exact for any cut of the keys into chunks; the chunks may be views of a memory-mapped file larger than memory. Only
+    the running maximum, sum and output of each row are kept (`recurrence.py`), so memory doesn't depend on how many keys
+    there are.
+
+    Args:
+        q: Queries, as for `attention`.
+        q_offset: Position of row 0 in the whole sequence, one integer or (B,).
+        kv_total: How many keys there will be, instead of `q_offset`: then row i stands at i + kv_total - S_q.
+            A causal mask, a window and ALiBi need one of the two.
+
+    The other arguments are `attention`'s.
+
+    Raises:
+        ValueError, TypeError: as `attention`, and where a position is needed but not given.
+
+    >>> stream = AttentionStream(q, causal=True, kv_total=k.shape[-2])
+    >>> for start in range(0, k.shape[-2], 4096):
+    ...     stream.absorb(k[..., start : start + 4096, :], v[..., start : start + 4096, :])
+    >>> out, lse = stream.result()
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        *,
+        q_offset: Any = None,
+        kv_total: int | None = None,
+        causal: bool | str = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        dropout: float = 0.0,
+        seed: int | np.random.Generator | None = None,
+        training: bool = True,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        layout: str = "bhsd",
+    ) -> None:
+        if q_offset is not None and kv_total is not None:
+            raise ValueError(f"q_offset and kv_total exclude each other, got {q_offset!r} and {kv_total!r}")
+        if q_offset is None and kv_total is None and (causal or window is not None or alibi_slopes is not None):
+            raise ValueError(
+                f"a stream needs q_offset or kv_total to know positions for causal={causal!r}, window={window!r}, "
+                f"alibi_slopes={'None' if alibi_slopes is None else 'given'}; both are None"
+            )
+        rate, seed = check.dropout_rate(dropout, seed, training)  # a generator's seed is drawn once for all chunks
+        self._q = np.array(check.operand("q", q))  # of its own: the caller may reuse the array between chunks
+        if kv_total is not None:
+            queries = check.heads_view(self._q, layout == "bshd").shape[-2]
+            q_offset = check.key_count("kv_total", kv_total) - queries
+        self._rules: dict[str, Any] = {
+            "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "dropout": rate, "seed": seed, "training": training, "k_scale": k_scale,
+            "v_scale": v_scale, "layout": layout, "q_offset": q_offset,
+        }  # fmt: skip
+        self._layout = layout
+        self._counts_from_offset = kv_total is None
+        self._keys = 0
+        self._state: np.ndarray | None = None
+        self._last: tuple[np.ndarray, np.ndarray] | None = None  # no keys of the last chunk: its shape and dtypes
+        self._interrupted = False
+        nothing = self._q[..., :0, :, :] if layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
+        checked_call(self._q, nothing, nothing, **self._rules)  # errors now rather than at the first chunk
+
+    @property
+    def keys(self) -> int:
+        """How many keys have been absorbed."""
+        return self._keys
+
+    def absorb(self, k: Any, v: Any, *, bias: Any = None, mask: Any = None) -> "AttentionStream":
+        """Take the next keys and values in; `bias` and `mask` are for these keys. Returns the stream.
+
+        Raises:
+            ValueError, TypeError: as `attention`; a value dimension other than the chunks' before.
+            RuntimeError: an absorb before this one was interrupted, which leaves the state half brought forward.
+        """
+        self._check_state()
+        call, _ = checked_call(self._q, k, v, bias=bias, mask=mask, k_offset=self._keys, **self._rules)
+        if self._last is not None and self._last[1].shape[-1] != call.v.shape[-1]:
+            raise ValueError(
+                f"v must have the value dimension of the chunks before, {self._last[1].shape[-1]}, "
+                f"got {call.v.shape[-1]}"
+            )
+        if call.lse.size:
+            from .cpu import launch
+
+            if self._state is None:
+                self._state = launch.new_state(call)
+            self._interrupted = True
+            run(replace(call, out=None, counts_from_offset=self._counts_from_offset), state=self._state)
+            self._interrupted = False
+        k, v = np.asarray(k), np.asarray(v)
+        axis = -3 if self._layout == "bshd" and k.ndim > 2 else -2
+        self._last = tuple(np.empty_like(np.take(x, [], axis=axis)) for x in (k, v))  # type: ignore[assignment]
+        self._keys += call.k.shape[-2]
+        return self
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(out, lse)` over the keys absorbed so far, as `attention` returns them. The stream may go on afterwards."""
+        self._check_state()
+        empty = self._q[..., :0, :, :] if self._layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
+        k, v = (empty, empty) if self._last is None else self._last
+        call, result = checked_call(self._q, k, v, k_offset=self._keys, **self._rules)
+        run(call, state=self._state)
+        return finished(call, result, self._layout)
+
+    def _check_state(self) -> None:
+        if self._interrupted:
+            raise RuntimeError("the stream's last absorb was interrupted; start a new stream")
