@@ -83,26 +83,59 @@ class Exact(NamedTuple):
     v_max: float
 
 
-def exact(q, k, v, *, causal=False, scale=None, mask=None):
-    """`Exact` for q (..., S_q, D), k (..., S_kv, D), v (..., S_kv, D_v) of equal leading axes. Holds S x S matrices."""
-    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
-    scale = 1 / sqrt(max(q.shape[-1], 1)) if scale is None else scale
+@np.errstate(invalid="ignore", over="ignore")
+def exact(q, k, v, **rules):
+    """`Exact` for q, k and v as (..., H, S, D) and any `rules` of `reference.attention`. Holds S x S matrices.
+
+    NaN and infinities of the inputs are in `out` and `lse`, where they belong, and count for nothing in the rest.
+    """
+    out, lse = reference.attention(q, k, v, **rules, return_lse=True)
+    factors = {name: rules.pop(name, None) for name in ("k_scale", "v_scale")}
     # With the identity for V the output is the weights, by the oracle's own rules.
-    p, lse = reference.one_shot_attention(q, k, np.eye(k.shape[-2]), causal=causal, scale=scale, mask=mask)
-    out, squares = p @ v, p * p
-    spread = squares @ (v * v) - 2 * out * (squares @ v) + out * out * squares.sum(axis=-1, keepdims=True)
-    lengths = np.linalg.norm(q, axis=-1)[..., :, None] * np.linalg.norm(k, axis=-1)[..., None, :]
-    scores = np.abs(scale) * (np.abs(q @ np.swapaxes(k, -1, -2)) + lengths / sqrt(max(q.shape[-1], 1)))
+    p = np.nan_to_num(reference.attention(q, k, np.eye(k.shape[-2]), k_scale=factors["k_scale"], **rules))
+
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    k, v = (
+        x if factor is None else x * np.asarray(factor, np.float64)[..., None, None]
+        for x, factor in zip((k, v), factors.values(), strict=True)
+    )
+    heads = q.shape[-3] if q.ndim > 2 else 1
+    k, v = (x if x.ndim == 2 else np.repeat(x, heads // x.shape[-3], axis=-3) for x in (k, v))
+    v = np.nan_to_num(v, posinf=0, neginf=0)
+    mean, squares = p @ v, p * p
+    spread = squares @ (v * v) - 2 * mean * (squares @ v) + mean * mean * squares.sum(axis=-1, keepdims=True)
+    if rules.get("dropout"):
+        # An error of l moves the whole output, however few of the weights in it dropout keeps.
+        spread = spread + mean * mean
     return Exact(
         out=out,
         lse=lse,
         size=p @ np.abs(v),
         spread=np.sqrt(np.maximum(spread, 0.0)),
-        score_max=np.where(p > 0, scores, 0.0).max(axis=-1, initial=0.0),
+        score_max=np.where(p > 0, _score_sizes(q, k, rules), 0.0).max(axis=-1, initial=0.0),
         keys=k.shape[-2],
         head_dim=q.shape[-1],
         v_max=float(np.abs(v).max(initial=0.0)),
     )
+
+
+def _score_sizes(q, k, rules):
+    """z = |s| + s0 of every score (point 1), and whatever biases add to |s|."""
+    scale = rules.get("scale")
+    scale = 1 / sqrt(max(q.shape[-1], 1)) if scale is None else abs(scale)
+    lengths = np.linalg.norm(q, axis=-1)[..., :, None] * np.linalg.norm(k, axis=-1)[..., None, :]
+    sizes = scale * (np.abs(q @ np.swapaxes(k, -1, -2)) + lengths / sqrt(max(q.shape[-1], 1)))
+    sizes = np.nan_to_num(sizes, posinf=0.0)
+    for name in ("bias", "mask"):
+        term = rules.get(name)
+        if term is not None and np.asarray(term).dtype != bool:
+            # One beyond 1e5 outweighs every other key, or is alike in all keys of the row.
+            sizes = sizes + np.minimum(np.nan_to_num(np.abs(np.asarray(term).astype(np.float64))), 1e5)
+    if rules.get("alibi_slopes") is not None:
+        offsets = [rules[name] for name in ("q_offset", "k_offset") if rules.get(name) is not None]
+        farthest = sum(sizes.shape[-2:]) + sum(np.max(np.abs(offset), initial=0) for offset in offsets)
+        sizes = sizes + np.max(np.abs(rules["alibi_slopes"]), initial=0) * farthest
+    return sizes
 
 
 def limit(dtype, truth, *, blocks=None):

@@ -60,60 +60,25 @@ def heads_first(x, layout):
     return np.swapaxes(x, -2, -3) if layout == "bshd" and x.ndim > 2 else x
 
 
-@np.errstate(invalid="ignore", over="ignore")
-def expect(case: Case) -> Expected:
+def expect_call(dtype, q, k, v, *, layout="bhsd", **rules):
     """The limits take each row's own weights and values (`bands.limit`), so a row of small values must be as exact,
-    relative to them, as one of large values. For that the oracle is asked for the weights too: V is the identity then.
+    relative to them, as one of large values.
     """
-    q, k, v, options = case.arguments()
-    layout = options.pop("layout", "bhsd")
-    q, k, v = (heads_first(np.asarray(x), layout) for x in (q, k, v))
-    out, lse = reference.attention(q, k, v, **options, return_lse=True)
-    v_scale = options.pop("v_scale", None)
-    p = np.nan_to_num(reference.attention(q, k, np.eye(k.shape[-2]), **options))
-
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    v = np.nan_to_num(v, posinf=0, neginf=0)
-    if v_scale is not None:
-        v = v * np.reshape(v_scale, (-1, 1, 1))
-    k, v = (x if x.ndim == 2 else np.repeat(x, case.heads // x.shape[-3], axis=-3) for x in (k, v))
-    depth = q.shape[-1]
-    scale = abs(options.get("scale") if options.get("scale") is not None else 1 / math.sqrt(depth))
-    lengths = np.linalg.norm(q, axis=-1)[..., :, None] * np.linalg.norm(k, axis=-1)[..., None, :]
-    scores = np.nan_to_num(scale * (np.abs(q @ np.swapaxes(k, -1, -2)) + lengths / math.sqrt(depth)), posinf=0)
-    scores = scores + sum_of_biases(options, scores.shape)
-    score_max = np.where(p > 0, scores, 0.0).max(axis=-1, initial=0.0)
-    output, squares = p @ v, p * p
-    spread = squares @ (v * v) - 2 * output * (squares @ v) + output * output * squares.sum(axis=-1, keepdims=True)
-    if options.get("dropout"):
-        # An error of l moves the whole output, however few of the weights in it dropout keeps.
-        spread = spread + output * output
-    truth = bands.Exact(
-        out=output,
-        lse=lse,
-        size=p @ np.abs(v),
-        spread=np.sqrt(np.maximum(spread, 0.0)),
-        score_max=score_max,
-        keys=k.shape[-2],
-        head_dim=depth,
-        v_max=float(np.abs(v).max(initial=0.0)),
-    )
-    lse_limit = bands.lse_limit(case.dtype, score_max, keys=k.shape[-2], head_dim=depth)
-    unit = np.finfo(np.float64 if case.dtype == FLOAT64 else np.float32).eps
-    lse_limit = lse_limit + 4 * unit * np.nan_to_num(np.abs(lse), posinf=0)
+    truth = bands.exact(*(heads_first(np.asarray(x), layout) for x in (q, k, v)), **rules)
+    unit = np.finfo(np.float64 if dtype == FLOAT64 else np.float32).eps
+    lse_limit = bands.lse_limit(dtype, truth.score_max, keys=truth.keys, head_dim=truth.head_dim)
     return Expected(
-        heads_first(out, layout), lse, heads_first(bands.limit(case.dtype, truth), layout), lse_limit, truth.v_max
+        out=heads_first(truth.out, layout),
+        lse=truth.lse,
+        out_limit=heads_first(bands.limit(dtype, truth), layout),
+        lse_limit=lse_limit + 4 * unit * np.nan_to_num(np.abs(truth.lse), posinf=0),
+        v_max=truth.v_max,
     )
 
 
-def sum_of_biases(options, shape):
-    """|bias| and ALiBi's largest step, as further terms of a score. A bias beyond 1e5 is alike in a row's keys."""
-    total = np.zeros(shape)
-    if options.get("bias") is not None:
-        total += np.minimum(np.nan_to_num(np.abs(options["bias"].astype(np.float64))), 1e5)
-    if options.get("alibi_slopes") is not None:
-        total += np.max(options["alibi_slopes"]) * sum(shape[-2:])
-    return total
+def expect(case: Case) -> Expected:
+    q, k, v, options = case.arguments()
+    return expect_call(case.dtype, q, k, v, **options)
 
 
 expect_once = functools.lru_cache(maxsize=None)(expect)

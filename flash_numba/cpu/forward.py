@@ -36,7 +36,6 @@ from .rules import (
 )
 from .simd import (
     itemsize,
-    lane,
     lanes_of,
     load,
     move,
@@ -46,7 +45,6 @@ from .simd import (
     read_flag,
     real,
     record_at,
-    scalar,
     store,
     take_ticket,
     tile_width,
@@ -214,16 +212,18 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias
 
 
 @njit(**STAGE)
-def write_rows(o, m, l, staging, rows, value_dim, out, strides, code, lse, sink, v_scale):
+def write_rows(o, m, l, staging, finals, rows, value_dim, out, strides, code, lse, sink, v_scale):
     """Take the sink in, normalise, and write a register tile's rows out. The state itself stays as it is."""
+    width = tile_width(o)
+    top, a, of_sink = recurrence.merge_weights(load(m, 0), real(m, sink))
+    total = a * load(l, 0) + of_sink
+    store(recurrence.lse(top, total), finals, 0)
+    store(a * recurrence.finish(total) * real(m, v_scale), finals, 1)
     lse_out = pointer_like(o, lse)
-    transpose(staging, value_dim, o, tile_width(o), value_dim, rows)
+    transpose(staging, value_dim, o, width, value_dim, rows)
     for r in range(rows):
-        top, a, of_sink = recurrence.merge_weights(lane(m[r]), lane(real(m, sink)))
-        total = a * lane(l[r]) + of_sink
-        lse_out[r] = scalar(recurrence.lse(top, total))
-        factor = scalar(a * recurrence.finish(total) * lane(real(m, v_scale)))
-        row = move(staging, r * value_dim)
+        lse_out[r] = finals[r]
+        row, factor = move(staging, r * value_dim), finals[width + r]
         for c in range(value_dim):
             row[c] *= factor
         write_row(out + r * strides[2], strides[3], code, row, value_dim)
@@ -345,6 +345,7 @@ def attend_rows(p, plan, item, scratch, control):
             move(m, first),
             move(l, first),
             staging,
+            alpha,
             min(width, rows - first),
             value_dim,
             out_rows + first * p.out_strides[2],

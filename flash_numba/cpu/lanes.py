@@ -4,13 +4,14 @@ Written in Python on `simd.Lanes`; literals take the lane's type. Float32 and fl
 """
 
 import inspect
+from math import inf
 
 from numba.extending import overload, register_jitable
 
 from .. import dropout, dtypes, ops, recurrence, scores
 from ..ops import as_float, as_int
 from .compile import HelperCompiler
-from .simd import Lanes, log2_of_lane
+from .simd import Lanes
 
 INLINE = {"forceinline": True, "pipeline_class": HelperCompiler, "no_cfunc_wrapper": True}
 
@@ -21,12 +22,12 @@ def formulas(module):
 
 
 def meaning(word, **by_dtype):
-    """Give a word its meaning on lanes, for each lane type or for all of them (`every`)."""
+    """Give a word its meaning on lanes, for each lane type."""
 
     @overload(word, jit_options=INLINE, strict=False)
     def choose(*args):
         if isinstance(args[0], Lanes):
-            return by_dtype.get(str(args[0].dtype), by_dtype.get("every"))
+            return by_dtype.get(str(args[0].dtype))
         return None
 
 
@@ -77,6 +78,41 @@ def exp2_float64(x):
     return p * as_float(as_int(t) << 52)
 
 
+# log2 of a positive normal number: an exponent and a mantissa in [sqrt(1/2), sqrt(2)), whose logarithm is
+# 2 atanh(s) = 2 s (1 + z / 3 + z**2 / 5 + ...), z = s**2 <= 0.03. What isn't finite comes out as it came.
+
+
+def log2_float32(x):
+    """To 2 ulp of the larger of the logarithm's integer and fraction."""
+    i = as_int(x) - 0x3F3504F3
+    f = as_float((i & 0x7FFFFF) + 0x3F3504F3) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    p = 0.1111111 * z + 0.14285715
+    p = p * z + 0.2
+    p = p * z + 0.33333334
+    y = 2.8853900817779268 * (s * z * p + s) + (i >> 23)
+    return ops.select(x < inf, y, x)
+
+
+def log2_float64(x):
+    i = as_int(x) - 0x3FE6A09E667F3BCD
+    f = as_float((i & 0xFFFFFFFFFFFFF) + 0x3FE6A09E667F3BCD) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    p = 0.04761904761904762 * z + 0.05263157894736842
+    p = p * z + 0.058823529411764705
+    p = p * z + 0.06666666666666667
+    p = p * z + 0.07692307692307693
+    p = p * z + 0.09090909090909091
+    p = p * z + 0.1111111111111111
+    p = p * z + 0.14285714285714285
+    p = p * z + 0.2
+    p = p * z + 0.3333333333333333
+    y = 2.8853900817779268 * (s * z * p + s) + (i >> 52)
+    return ops.select(x < inf, y, x)
+
+
 def tanh_float32(x):
     """To 2 ulp: a rational minimax approximation up to where tanh rounds to 1, as in Eigen's generic tanh."""
     x = ops.select(x > 7.90531110763549805, 7.90531110763549805, x)
@@ -103,7 +139,7 @@ def tanh_float64(x):
 
 meaning(ops.exp2, float32=exp2_float32, float64=exp2_float64)
 meaning(ops.tanh, float32=tanh_float32, float64=tanh_float64)
-meaning(ops.log2, every=lambda x: log2_of_lane(x))
+meaning(ops.log2, float32=log2_float32, float64=log2_float64)
 
 # Whatever is written in these words alone compiles as it stands.
 for _formula in (ops.maximum, *formulas(recurrence), *formulas(scores), *formulas(dtypes), *formulas(dropout)):

@@ -29,7 +29,7 @@ CONTROL = np.dtype(
         ("state_bytes", np.int64),
         ("queries", np.int64),  # Q, (register tile, dim, row)
         ("scores", np.int64),  # S, then the weights P, of one register tile: (key, row)
-        ("alpha", np.int64),  # what O is to be rescaled by, of one register tile
+        ("alpha", np.int64),  # what O is to be rescaled by, of one register tile; at the end LSE and factor
         ("keys", np.int64),  # a block of K and of V where they can't be read in place
         ("values", np.int64),
         ("bias", np.int64),  # the two terms' parts of a score tile: (key, row)
@@ -65,7 +65,7 @@ def make_control(problem: np.ndarray, width: int, itemsize: int) -> np.ndarray:
         ("state_bytes", 0),
         ("queries", block_q * dim),
         ("scores", block_k * width),
-        ("alpha", width),
+        ("alpha", 2 * width),
         ("keys", block_k * dim),
         ("values", block_k * value_dim),
         ("bias", block_k * width * bool(terms[0])),

@@ -123,24 +123,35 @@ def fetch_row_float64(row, n, address, stride, code):
             row[c] = read_float64(address + c * stride, code)
 
 
+@njit(**HELPER)
+def half_of(x, kind):
+    half = float32_to_float16(lane(x)) if kind == FLOAT16 else float32_to_bfloat16(lane(x))
+    return np.uint16(scalar(half) & BITS16)
+
+
 @njit(**STAGE)
 def write_row_float32(address, stride, code, row, n):
     """A row of floats out, `stride` bytes apart, in the given format."""
-    if code == FLOAT32:
+    if code == FLOAT32 and stride == 4:
         for c in range(n):
-            float32_at(address + c * stride)[0] = row[c]
-        return
-    swapped = code & SWAPPED
-    kind = code & (SWAPPED - 1)
-    for c in range(n):
-        to = address + c * stride
-        x = lane(row[c])
-        if kind == FLOAT32:
-            int32_at(to)[0] = swap_bytes(scalar(as_int(x)))
-        else:
-            half = scalar(float32_to_float16(x) if kind == FLOAT16 else float32_to_bfloat16(x))
-            bits = np.uint16(half & BITS16)
-            uint16_at(to)[0] = swap_bytes(bits) if swapped else bits
+            float32_at(address)[c] = row[c]
+    elif code == FLOAT16 and stride == 2:
+        for c in range(n):
+            uint16_at(address)[c] = half_of(row[c], FLOAT16)
+    elif code == BFLOAT16 and stride == 2:
+        for c in range(n):
+            uint16_at(address)[c] = half_of(row[c], BFLOAT16)
+    else:
+        swapped = code & SWAPPED
+        kind = code & (SWAPPED - 1)
+        for c in range(n):
+            to = address + c * stride
+            if kind == FLOAT32:
+                bits = scalar(as_int(lane(row[c])))
+                int32_at(to)[0] = swap_bytes(bits) if swapped else bits
+            else:
+                half = half_of(row[c], kind)
+                uint16_at(to)[0] = swap_bytes(half) if swapped else half
 
 
 @njit(**STAGE)
@@ -198,6 +209,8 @@ def all_finite(rows, n, columns, stride):
     """Whether n rows hold neither NaN nor infinity: x * 0 is 0 or NaN. A sum that LLVM may
     reorder is quick and as good (but not x - x, which it then takes for 0)."""
     bad = rows[0] * 0
+    if stride == columns:  # one long loop
+        n, columns = 1, n * columns
     for j in range(n):
         for c in range(columns):
             bad += rows[j * stride + c] * 0

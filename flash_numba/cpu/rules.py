@@ -37,27 +37,30 @@ def alibi_scores(s, keys, slope, position):
 
 
 @njit(**HELPER)
-def count_kept(address, rows, keys, strides):
-    """How many of a boolean mask's elements are true."""
-    count = 0
+def scan_mask(address, rows, keys, strides):
+    """Of a boolean mask's elements: `(some is true, some is false)`."""
+    some, every = np.uint8(0), np.uint8(255)
     for r in range(rows):
         line = address + r * strides[2]
-        if strides[3] == 1:
+        if strides[3] == 1:  # in whole registers of bytes
             for j in range(keys):
-                count += uint8_at(line)[j] != 0
+                some |= uint8_at(line)[j]
+                every &= uint8_at(line)[j]
         else:
             for j in range(keys):
-                count += uint8_at(line + j * strides[3])[0] != 0
-    return count
+                some |= uint8_at(line + j * strides[3])[0]
+                every &= uint8_at(line + j * strides[3])[0]
+    return some != 0, every == 0
 
 
 @njit(**HELPER)
-def count_finite(rows, staging, keys):
-    """How many of a staged bias's elements aren't -inf."""
-    count = 0
-    for i in range(rows * keys):
-        count += staging[i] != -inf
-    return count
+def scan_bias(staging, count):
+    """Of a staged bias's elements: `(some isn't -inf, some is)`."""
+    some, hidden = False, False
+    for i in range(count):
+        some |= staging[i] != -inf
+        hidden |= staging[i] == -inf
+    return some, hidden
 
 
 @njit(**STAGE)
@@ -70,21 +73,21 @@ def load_term(term, staging, address, rows, keys, strides, code):
     width = tile_width(term)
     own_rows = rows if strides[2] != 0 else 1
     if code == BOOL:
-        kept = count_kept(address, own_rows, keys, strides)
-        if kept == 0 or kept == own_rows * keys:
-            return kept != 0, kept == 0
+        kept, hidden = scan_mask(address, own_rows, keys, strides)
+        if not kept or not hidden:
+            return kept, hidden
     for r in range(own_rows):
         fetch_row(move(staging, r * keys), keys, address + r * strides[2], strides[3], code)
     if code != BOOL:
-        kept = count_finite(own_rows, staging, keys)
-        if kept == 0:
-            return False, True
-    if own_rows == rows and strides[2] != 0:
+        kept, hidden = scan_bias(staging, own_rows * keys)
+        if not kept:
+            return kept, hidden
+    if strides[2] != 0:
         transpose(term, width, staging, keys, rows, keys)
     else:
         for j in range(keys):
             store(lanes_of(term, staging[j]), term, j)
-    return True, kept < own_rows * keys
+    return kept, hidden
 
 
 @njit(**STAGE)

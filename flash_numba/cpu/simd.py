@@ -249,18 +249,6 @@ def swap_bytes(typingctx, x):
     return x(x), codegen
 
 
-@intrinsic
-def log2_of_lane(typingctx, x):
-    """log2 of a lone lane by the C library: exact to the last digit, for code that runs once a row."""
-    if x.width != 1:
-        return None
-
-    def codegen(context, builder, sig, args):
-        return builder.call(builder.module.declare_intrinsic("llvm.log2", [args[0].type]), args)
-
-    return x(x), codegen
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
