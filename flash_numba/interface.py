@@ -173,7 +173,8 @@ def attention_varlen(
         "sinks": sinks, "dropout": dropout, "seed": seed, "training": training, "k_scale": k_scale, "v_scale": v_scale,
     }  # fmt: skip
     call, result = checked_call(q, k, v, layout="bshd", out=out, sequences=(count,), **rules)
-    call = replace(call, **starts)
+    call = replace(call, cu_seqlens_q=starts["cu_seqlens_q"], cu_seqlens_k=starts["cu_seqlens_k"])
+    assert call.out is not None
     if backend == "reference":
         rules["seed"] = call.seed  # drawn once
         exact = reference.attention_varlen(q, k, v, *starts.values(), return_lse=True, **rules)
@@ -274,8 +275,9 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
             l = a * l + b
         if sinks is not None:
             heads = parts[0].shape[-3] if parts[0].ndim > 2 else 1
-            sink = check.per_head("sinks", sinks, (1,), heads, "H")[0].astype(dtype) * dtype.type(LOG2E)
-            m, a, b = recurrence.merge_weights(m, sink[:, None])
+            sink = check.per_head("sinks", sinks, (1,), heads, "H")
+            assert sink is not None
+            m, a, b = recurrence.merge_weights(m, (sink[0, :, None] * LOG2E).astype(dtype))
             total, l = total * a[..., None], a * l + b
         result = (total * recurrence.finish(l)[..., None]).astype(parts[0].dtype)
         lse = recurrence.lse(m, l).astype(dtype)

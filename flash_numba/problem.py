@@ -143,7 +143,7 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
     views = {"q": call.q, "k": call.k, "v": call.v}
     if call.out is not None:
         views["out"] = call.out
-    strides = {}
+    strides: dict = {}
     for name, array in views.items():
         strides[name] = np.broadcast_to(array, (*batch, *array.shape[-3:])).strides
         problem[name] = address(array)

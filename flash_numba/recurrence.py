@@ -22,8 +22,8 @@ LN2 = log(2.0)
 def advance(m, block_max):
     """Take a block's maximum in: `(m_new, ref, alpha)`.
 
-    `ref` is what weights are measured from, `alpha` rescales l and O to it. `ref` is 0 while no key has been seen, which
-    is the only guard against (-inf) - (-inf) anywhere: every subtraction uses `ref`.
+    `ref` is what weights are measured from, `alpha` rescales l and O to it. `ref` is 0 while no key has been seen,
+    which is the only guard against (-inf) - (-inf) anywhere: every subtraction uses `ref`.
     """
     m_new = maximum(m, block_max)
     ref = select(m_new == -inf, 0.0, m_new)

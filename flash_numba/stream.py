@@ -13,8 +13,8 @@ class AttentionStream:
     """Attention to keys and values absorbed chunk by chunk, with a state of the size of the output.
 
     Exact for any cut of the keys into chunks; the chunks may be views of a memory-mapped file larger than memory. Only
-    the running maximum, sum and output of each row are kept (`recurrence.py`), so memory doesn't depend on how many keys
-    there are.
+    the running maximum, sum and output of each row are kept (`recurrence.py`), so memory doesn't depend on how many
+    keys there are.
 
     Args:
         q: Queries, as for `attention`.

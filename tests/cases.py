@@ -541,15 +541,24 @@ def alibi_slopes(heads):
     return 2.0 ** -np.linspace(1, 8, heads)
 
 
-def bias_like(*shape, dtype=np.float32):
-    return lambda rng, case: {"bias": rng.standard_normal(shape).astype(dtype)}
+def full_bias(rng, case):
+    return {"bias": rng.standard_normal(case.scores_shape).astype(np.float32)}
+
+
+def half_mask(rng, case):
+    return {"mask": rng.random(case.scores_shape[-2:]) < 0.6}
+
+
+def of_keys(name, values):
+    """A bias or a mask of the keys alone, one for each batch element: (B, 1, 1, S_kv)."""
+    return lambda rng, case: {name: values(rng, (case.q[0], 1, 1, case.k[-2]))}
 
 
 def bias_with_masks(rng, case):
     """Float biases in which -inf hides a key, every key of a row for some rows."""
     bias = rng.standard_normal(case.scores_shape[-2:]).astype(np.float32)
     bias[rng.random(bias.shape) < 0.4] = -INF
-    bias[3] = -INF
+    bias[3:4] = -INF
     return {"bias": bias}
 
 
@@ -557,8 +566,7 @@ def lengths_of(axis, name):
     return lambda rng, case: {name: rng.integers(0, case.scores_shape[axis] + 1, case.q[0])}
 
 
-# Shapes are (2, 4, 37, 16) and (2, 2, 53, 16); what a later rule gives replaces an earlier one's under the same name.
-ROWS, KEYS = 37, 53
+# What a later rule gives replaces an earlier one's under the same name.
 RULES: dict[str, Callable[[np.random.Generator, Case], dict[str, Any]]] = {
     "causal": fixed(causal=True),
     "top-left": fixed(causal="top-left"),
@@ -569,11 +577,11 @@ RULES: dict[str, Callable[[np.random.Generator, Case], dict[str, Any]]] = {
     "softcap": fixed(softcap=1.5),
     "alibi": lambda rng, case: {"alibi_slopes": alibi_slopes(case.heads)},
     "alibi-batch": lambda rng, case: {"alibi_slopes": rng.uniform(0, 0.5, (case.q[0], case.heads))},
-    "bias": bias_like(2, 4, ROWS, KEYS),
-    "bias-keys-float16": bias_like(2, 1, 1, KEYS, dtype=np.float16),
+    "bias": full_bias,
+    "bias-keys-float16": of_keys("bias", lambda rng, shape: rng.standard_normal(shape).astype(np.float16)),
     "bias-with-masks": bias_with_masks,
-    "mask": mask_like(ROWS, KEYS),
-    "mask-keys": mask_like(2, 1, 1, KEYS),
+    "mask": half_mask,
+    "mask-keys": of_keys("mask", lambda rng, shape: rng.random(shape) < 0.6),
     "sinks": lambda rng, case: {"sinks": rng.standard_normal(case.heads).astype(np.float32)},
     "q-lengths": lengths_of(-2, "q_lengths"),
     "kv-lengths": lengths_of(-1, "kv_lengths"),
@@ -587,7 +595,7 @@ def rule_case(name, *rules, **rest):
     options = combined(*(RULES[rule] for rule in rules))
     if "float8" in rules:
         rest["kv_dtype"] = FLOAT8[zlib.crc32(name.encode()) % 2]
-    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "rows": ROWS, "keys": KEYS, "dim": 16}
+    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "rows": 37, "keys": 53, "dim": 16}
     return self_attention(name, **(shape | rest), options=options, about=rules)
 
 
@@ -598,6 +606,9 @@ def pair_cases():
         if "float8" in rules and dtype == FLOAT64:
             dtype = FLOAT32
         yield rule_case("+".join(rules) + f"-{dtype}", *rules, dtype=dtype)
+
+
+# ---- faults of other libraries, by name
 
 
 def lowest_rows(dtype):
@@ -612,46 +623,79 @@ def lowest_rows(dtype):
     return build
 
 
-def padding_as_bias(dtype):
+def padding_as(name, dtype):
     """What Hugging Face passes: (B, 1, 1, S_kv), 0 where a key counts and the lowest number where it is padding."""
 
     def build(rng, case):
         kept = np.arange(case.k[-2]) < np.array([[case.k[-2] - 20], [5]])
-        return {"bias": np.where(kept, 0.0, float(np.finfo(dtype).min)).astype(dtype)[:, None, None]}
+        return {name: np.where(kept, 0.0, float(np.finfo(dtype).min)).astype(dtype)[:, None, None]}
 
     return build
 
 
+def hidden_first_keys_by_bias(rng, case):
+    mask = hidden_first_keys(rng, case)["mask"]
+    return {"bias": np.where(mask, rng.standard_normal(mask.shape), -INF).astype(np.float32)}
+
+
+def nan_bias_under_mask(rng, case):
+    return {"bias": np.full((1, case.k[-2]), NAN), "mask": np.zeros(case.scores_shape[-2:], bool)}
+
+
+def nan_bias_in_a_row(rng, case):
+    rows, keys = case.scores_shape[-2:]
+    return {"bias": np.where(np.arange(rows)[:, None] == 5, NAN, np.zeros((rows, keys)))}
+
+
+def key_hidden_by_bias(rng, case):
+    return {"bias": np.where(np.arange(case.k[-2]) == 50, -INF, 0.0)}
+
+
+BIAS_SHAPES = [
+    (2, 4, 37, 53), (1, 4, 37, 53), (2, 1, 37, 53), (2, 1, 1, 53), (2, 4, 37, 1), (4, 37, 53), (4, 1, 53), (37, 53),
+    (37, 1), (53,), (),
+]  # fmt: skip
+
+
 def fault_cases():
-    """Faults of other libraries, by name."""
     for dtype in DTYPES:
         low = np.float32 if dtype == BFLOAT16 else dtype
         yield replace(rule_case(f"rows-of-finfo-min-{dtype}", dtype=dtype), options=lowest_rows(low))
-        yield replace(rule_case(f"padding-by-finfo-min-{dtype}", dtype=dtype), options=padding_as_bias(low))
-    for causal in ("causal", "top-left"):
-        for rows, keys in ((20, 50), (50, 20)):
-            sizes = {"rows": rows, "keys": keys}
+        for name in ("bias", "mask"):
+            case = rule_case(f"padding-by-finfo-min-in-{name}-{dtype}", dtype=dtype)
+            yield replace(case, options=padding_as(name, low))
+    for shape in BIAS_SHAPES:
+        name = "x".join(map(str, shape)) or "scalar"
+        bias = lambda rng, case, shape=shape: {"bias": rng.standard_normal(shape)}  # noqa: E731
+        yield replace(rule_case(f"bias-{name}", "bias"), options=bias)
+    for rows, keys in ((20, 50), (50, 20)):
+        sizes = {"rows": rows, "keys": keys}
+        for causal in ("causal", "top-left"):
             yield rule_case(f"alibi-{causal}-{rows}x{keys}", causal, "alibi", **sizes)
             yield rule_case(f"window-{causal}-{rows}x{keys}", causal, "window", **sizes)
+        yield rule_case(f"alibi-{rows}x{keys}", "alibi", **sizes)
+        yield rule_case(f"window-{rows}x{keys}", "window", **sizes)
+    long = {"rows": 20, "keys": 300}
+    yield replace(rule_case("first-keys-hidden-by-bias", **long), options=hidden_first_keys_by_bias)
     right_padded = combined(fixed(causal=True), lambda rng, case: {"q_lengths": [7, 30], "kv_lengths": [7, 30]})
     yield replace(rule_case("right-padded-causal", rows=30, keys=30), options=right_padded)
     late = fixed(window=(3, 0), causal=True, q_offset=280)
-    yield replace(rule_case("window-beyond-the-first-blocks", rows=20, keys=300), options=late)
+    yield replace(rule_case("window-beyond-the-first-blocks", **long), options=late)
     yield replace(rule_case("window-seen-by-no-row", rows=20, keys=30), options=fixed(window=(2, 0), q_offset=100))
-    yield replace(
-        rule_case("bias-nan-under-mask"),
-        options=lambda rng, case: {"bias": np.full((1, KEYS), NAN), "mask": np.zeros((ROWS, KEYS), bool)},
-    )
-    yield replace(
-        rule_case("bias-nan-in-a-row"),
-        options=lambda rng, case: {"bias": np.where(np.arange(ROWS)[:, None] == 5, NAN, np.zeros((ROWS, KEYS)))},
-    )
-    yield replace(
-        rule_case("nan-hidden-by-bias", special=put_all(put(1, NAN, 50), put(2, NAN, 50))),
-        options=lambda rng, case: {"bias": np.where(np.arange(KEYS) == 50, -INF, 0.0)},
-    )
+    before = fixed(causal=True, q_offset=[-25, -10])
+    yield replace(rule_case("rows-before-the-first-key", rows=20, keys=30), options=before)
+    yield replace(rule_case("bias-nan-under-mask"), options=nan_bias_under_mask)
+    yield replace(rule_case("bias-nan-in-a-row"), options=nan_bias_in_a_row)
+    hidden = put_all(put(1, NAN, 50), put(2, NAN, 50))
+    yield replace(rule_case("nan-hidden-by-bias", special=hidden), options=key_hidden_by_bias)
+    for name in ("softcap", "alibi", "window", "kv-lengths", "sinks", "dropout", "mask", "bias-with-masks"):
+        yield rule_case(f"nan-seen-with-{name}", name, special=put_all(put(1, NAN, 20), put(2, NAN, 30, 3)))
+        yield rule_case(f"infinities-with-{name}", name, special=put_all(put(1, INF, 20, 0), put(2, -INF, 30, 3)))
     yield rule_case("nan-beyond-kv-lengths", "kv-lengths", special=put_all(put(1, NAN, -1), put(2, NAN, -1)))
     yield rule_case("nan-outside-window", "window", "causal", special=put(2, NAN, 10, 3))
+    zero_times_infinity = put_all(put(0, 0, slice(5)), put(1, INF, slice(20, 25), 3), put(2, INF, 40))
+    yield replace(rule_case("zero-times-infinity", special=zero_times_infinity), options=fixed(causal=True))
+    yield replace(rule_case("scale-0-times-infinity", special=zero_times_infinity), options=fixed(scale=0.0))
     yield replace(rule_case("softcap-of-large-logits", special=times(100)), options=fixed(softcap=30.0, causal=True))
     yield replace(rule_case("one-row-of-all-rules", rows=1, keys=300), options=combined(
         fixed(causal=True, window=(200, 0), softcap=5.0), RULES["alibi"], RULES["sinks"], lengths_of(-1, "kv_lengths")

@@ -12,15 +12,27 @@ import ml_dtypes
 import numba
 import numpy as np
 import pytest
-from cases import BFLOAT16, CASES, DTYPES, FLOAT16, FLOAT64, MEMORY_CASES, RULE_CASES, Case, self_attention
+from cases import (
+    BFLOAT16,
+    CASES,
+    DTYPES,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    MEMORY_CASES,
+    RULE_CASES,
+    RULES,
+    Case,
+    rule_case,
+    self_attention,
+)
 from cases import mask_like as masked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_numba
 from flash_numba import bands, reference
-
-RULES_READY = True  # whether `attention` takes the keywords of RULE_CASES
+from flash_numba.cpu import launch
 
 SIXTEEN_BIT_CASES = [case for case in CASES if case.dtype in (FLOAT16, BFLOAT16)]
 FEATURES = frozenset().union(*(case.features for case in CASES))
@@ -35,7 +47,7 @@ def pytest_generate_tests(metafunc):
         "case": CASES,
         "sixteen_bit_case": SIXTEEN_BIT_CASES,
         "memory_case": MEMORY_CASES,
-        "rule_case": RULE_CASES if metafunc.cls.rules else [],
+        "rule_case": RULE_CASES,
     }
     for argument in cases.keys() & set(metafunc.fixturenames):
         affordable = [case for case in cases[argument] if case.cost <= metafunc.cls.max_cost]
@@ -154,6 +166,41 @@ BAD_INPUT = {
     "causal": ({"causal": "bottom-right"}, ValueError, ("causal", "'bottom-right'", "'top-left'")),
     "layout": ({"layout": "sbhd"}, ValueError, ("layout", "'sbhd'", "'bhsd'", "'bshd'")),
     "backend": ({"backend": "tpu"}, ValueError, ("backend", "'tpu'", "'cpu'")),
+    "window below -1": ({"window": (-2, 0)}, ValueError, ("window", "(-2, 0)", "-1")),
+    "window of one side": ({"window": (3,)}, TypeError, ("window", "(3,)", "left, right")),
+    "window of a number": ({"window": 3}, TypeError, ("window", "got 3", "left, right")),
+    "window of a fraction": ({"window": (1.5, 0)}, TypeError, ("window", "(1.5, 0)", "integers")),
+    "softcap 0": ({"softcap": 0}, ValueError, ("softcap", "got 0", "positive")),
+    "softcap negative": ({"softcap": -2.0}, ValueError, ("softcap", "-2.0", "positive")),
+    "softcap infinite": ({"softcap": math.inf}, ValueError, ("softcap", "inf", "finite")),
+    "softcap NaN": ({"softcap": math.nan}, ValueError, ("softcap", "nan", "finite")),
+    "softcap of letters": ({"softcap": "big"}, TypeError, ("softcap", "'big'", "number")),
+    "dropout 1": ({"dropout": 1, "seed": 0}, ValueError, ("dropout", "got 1", "below 1")),
+    "dropout negative": ({"dropout": -0.1, "seed": 0}, ValueError, ("dropout", "-0.1", "0")),
+    "dropout NaN": ({"dropout": math.nan, "seed": 0}, ValueError, ("dropout", "nan", "below 1")),
+    "dropout None": ({"dropout": None}, TypeError, ("dropout", "None", "number")),
+    "seed missing": ({"dropout": 0.1}, ValueError, ("seed", "dropout", "None")),
+    "seed negative": ({"dropout": 0.1, "seed": -1}, ValueError, ("seed", "-1", "2**64")),
+    "seed too large": ({"dropout": 0.1, "seed": 2**64}, ValueError, ("seed", str(2**64), "2**64 - 1")),
+    "seed of a fraction": ({"dropout": 0.1, "seed": 1.5}, TypeError, ("seed", "1.5", "integer", "Generator")),
+    "q_lengths negative": ({"q_lengths": [-1, 3]}, ValueError, ("q_lengths", "[-1, 3]", "0 to 5")),
+    "q_lengths beyond S": ({"q_lengths": [6, 3]}, ValueError, ("q_lengths", "[6, 3]", "0 to 5")),
+    "kv_lengths beyond S": ({"kv_lengths": 8}, ValueError, ("kv_lengths", "got 8", "0 to 7")),
+    "kv_lengths negative": ({"kv_lengths": [7, -7]}, ValueError, ("kv_lengths", "[7, -7]", "0 to 7")),
+    "kv_lengths of another batch": ({"kv_lengths": [1, 2, 3]}, ValueError, ("kv_lengths", "(3,)", "(2,)")),
+    "kv_lengths of fractions": ({"kv_lengths": [1.0, 2.0]}, TypeError, ("kv_lengths", "[1.0, 2.0]", "integers")),
+    "q_offset of another batch": ({"q_offset": [1, 2, 3]}, ValueError, ("q_offset", "(3,)", "(2,)")),
+    "q_offset of a fraction": ({"q_offset": 1.5}, TypeError, ("q_offset", "1.5", "integer")),
+    "q_offset too large": ({"q_offset": 2**62}, ValueError, ("q_offset", str(2**62))),
+    "alibi_slopes of other heads": ({"alibi_slopes": [1.0, 2.0]}, ValueError, ("alibi_slopes", "(2,)", "(4,)")),
+    "alibi_slopes of letters": ({"alibi_slopes": "steep"}, TypeError, ("alibi_slopes", "'steep'", "floats")),
+    "sinks of other heads": ({"sinks": np.ones((3, 4))}, ValueError, ("sinks", "(3, 4)", "(4,)", "(2, 4)")),
+    "k_scale of query heads": ({"k_scale": np.ones(4)}, ValueError, ("k_scale", "(4,)", "(2,)")),
+    "v_scale of letters": ({"v_scale": "x"}, TypeError, ("v_scale", "'x'", "number")),
+    "bias of another shape": ({"bias": np.ones((2, 2, 5, 7))}, ValueError, ("bias", "(2, 2, 5, 7)", "(2, 4, 5, 7)")),
+    "bias of integers": ({"bias": np.ones((5, 7), int)}, TypeError, ("bias", "int64", "float32", "bool")),
+    "bias complex": ({"bias": np.ones((5, 7), complex)}, TypeError, ("bias", "complex128", "float32")),
+    "bias of five axes": ({"bias": np.ones((1, 2, 4, 5, 7))}, ValueError, ("bias", "(1, 2, 4, 5, 7)", "(2, 4, 5, 7)")),
     "mask of another shape": ({"mask": np.ones((5, 6), bool)}, ValueError, ("mask", "(5, 6)", "(2, 4, 5, 7)")),
     "mask of integers": ({"mask": np.ones((5, 7), np.int32)}, TypeError, ("mask", "int32", "bool")),
     "out of another shape": ({"out": np.empty((2, 4, 5, 7), np.float32)}, ValueError, ("out", "(2, 4, 5, 7)", str(Q))),
@@ -168,7 +215,6 @@ class Conformance:
 
     backend: str
     max_cost = math.inf
-    rules = RULES_READY
 
     def attend(self, *args, **options):
         return flash_numba.attention(*args, **options, backend=self.backend)
@@ -235,8 +281,6 @@ class Conformance:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_rows_of_the_lowest_number_are_the_mean_of_v(self, dtype):
-        if not self.rules:
-            pytest.skip("bias isn't there yet")
         q, k, v = (normal(1, 1, 300, 8, dtype=dtype, seed=n) for n in range(3))
         bias = np.full((300, 300), np.finfo(np.float32).min)
         out, lse = self.attend(q, k, v, bias=bias, return_lse=True)
@@ -357,6 +401,21 @@ class KernelConformance(Conformance):
         )  # fmt: skip
         self.check(case, expect(case))
 
+    @settings(max_examples=80, deadline=None, database=None, derandomize=True)
+    @given(
+        seed=st.integers(0, 2**32),
+        names=st.sets(st.sampled_from(sorted(RULES)), min_size=1, max_size=6),
+        rows=st.integers(1, 230),
+        keys=st.integers(1, 300),
+        dtype=st.sampled_from(DTYPES),
+    )
+    def test_any_rules_at_any_lengths(self, seed, names, rows, keys, dtype):
+        """More than one block of keys and tile of rows, which the matrix of pairs hasn't."""
+        if "float8" in names and dtype == FLOAT64:
+            dtype = FLOAT32
+        case = rule_case(f"any-rules-{seed}", *sorted(names), rows=rows, keys=keys, dtype=dtype)
+        self.check(case, expect(case))
+
     def test_memory_layout_changes_no_bit(self, memory_case):
         q, k, v, options = memory_case.arguments()
         native = memory_case.dtype
@@ -436,6 +495,16 @@ class TestCpu(KernelConformance):
             parallel = self.attend(q, k, v, **options, return_lse=True)
             assert same_bits(parallel[0], serial[0])
             assert same_bits(parallel[1], serial[1])
+
+    def test_threads_change_no_bit_under_rules(self, rule_case, threads, monkeypatch):
+        monkeypatch.setattr(launch, "SERIAL_FLOPS", 0)
+        q, k, v, options = rule_case.arguments()
+        threads(1)
+        serial = self.attend(q, k, v, **options, return_lse=True)
+        threads(2)
+        parallel = self.attend(q, k, v, **options, return_lse=True)
+        assert same_bits(parallel[0], serial[0])
+        assert same_bits(parallel[1], serial[1])
 
     def test_auto_is_the_cpu_here(self):
         q, k, v = (normal(1, 2, 30, 8, seed=n) for n in range(3))

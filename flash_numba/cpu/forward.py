@@ -1,13 +1,13 @@
 """The attention forward on a CPU: one tile of query rows against the keys they see, block by block.
 
-A SIMD lane is a query row. The score tile is kept transposed, (key, row), so maximum, exp2 and sum run across lanes with
-no horizontal operation, and both matrix products are the same register-tile step (`simd.outer_product`):
+A SIMD lane is a query row. The score tile is kept transposed, (key, row), so maximum, exp2 and sum run across lanes
+with no horizontal operation, and both matrix products are the same register-tile step (`simd.outer_product`):
 
     S[key, row]  = sum_t K[key, t] * Q[t, row]
     O[c, row]    = alpha[row] * O[c, row] + sum_j V[j, c] * P[j, row]
 
-K and V are read in place as broadcasts; only Q is transposed, once a tile. Formats other than the kernel's own (16 and 8
-bits, foreign byte order, strided columns) are converted a block at a time, and the block serves all query rows of the
+K and V are read in place as broadcasts; only Q is transposed, once a tile. Formats other than the kernel's own (16 and
+8 bits, foreign byte order, strided columns) are converted a block at a time, and the block serves all query rows of the
 tile. The scheme is FlashAttention-2's (Dao 2023, arXiv:2307.08691, algorithm 1), on register tiles.
 """
 
@@ -63,7 +63,7 @@ value_step, value_step_1 = simd.outer_product(across=True, blend=True)
 
 @njit(**HELPER)
 def locate(p, plan, item):
-    """Which rows an item is: `(sequence, head, first row, number of the tile)`. Longest first, all heads of a tile together."""
+    """Which rows an item is: `(sequence, head, first row, number of the tile)`. Longest first, heads side by side."""
     tile, h = item // p.heads, item % p.heads
     if p.tiles != 0:
         row = tile_at(p.tiles + tile * TILE_BYTES)
@@ -76,7 +76,7 @@ def locate(p, plan, item):
 
 @njit(**HELPER)
 def operands(p, b, h):
-    """Where head h of sequence b starts: the addresses of q, k, v, out, lse and both terms, its lengths and its shift."""
+    """Where head h of sequence b starts: q, k, v, out, lse and both terms; and its lengths, shift and row index."""
     if p.sequences != 0:
         own = sequence_at(p.sequences + b * SEQUENCE_BYTES)
         q, k, v, out, lse, bias, mask = own.q, own.k, own.v, own.out, own.lse, own.terms[0], own.terms[1]
@@ -110,7 +110,7 @@ def of_head(address, strides, b, h, default):
 
 @njit(**STAGE)
 def load_queries(q, staging, address, rows, strides, code, dim, scale):
-    """Query rows at an address into q, transposed to (register tile, dim, row) and scaled; lanes without a row get 0."""
+    """Query rows at an address into q, as (register tile, dim, row) and scaled; lanes without a row get 0."""
     width = tile_width(q)
     for first in range(0, rows, width):
         own = min(width, rows - first)
@@ -128,7 +128,7 @@ def load_queries(q, staging, address, rows, strides, code, dim, scale):
 
 @njit(**STAGE)
 def load_block(block, address, rows, strides, code, columns):
-    """Rows of K or V: `(pointer, elements from row to row)`, in place where the format allows it, else through `block`."""
+    """Rows of K or V: `(pointer, elements from row to row)`, in place where the format allows, else through `block`."""
     if in_place(block, address, strides, code):
         return pointer_like(block, address), strides[2] // itemsize(block)
     for j in range(rows):

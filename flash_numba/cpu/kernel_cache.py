@@ -1,8 +1,8 @@
 """Compiled kernels on disk: one checksummed file a kernel, no index, replaced atomically.
 
-Numba's own cache misses for kernels that hold intrinsics, and its key leaves out functions in other files. Here the key
-has the digest of every source file that a kernel is made of, the versions, and the CPU. Whatever goes wrong (a full disk,
-a damaged file, a Numba that pickles differently) means compiling again, never an error.
+Numba's own cache misses for kernels that hold intrinsics, and its key leaves out functions in other files. Here the
+key has the digest of every source file that a kernel is made of, the versions, and the CPU. Whatever goes wrong (a full
+disk, a damaged file, a Numba that pickles differently) means compiling again, never an error.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 CHECKSUM = 32  # bytes of SHA-256 ahead of the payload
-SOURCES = ("ops.py", "recurrence.py", "scores.py", "dtypes.py", "problem.py", "cpu/*.py")
+SOURCES = ("ops.py", "recurrence.py", "scores.py", "dropout.py", "dtypes.py", "problem.py", "cpu/*.py")
 COMPILER_SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "ENABLE_AVX", "DEBUGINFO_DEFAULT")
 
 log: list[str] = []  # what was loaded, saved or refused in this process, for tests and for reports of trouble
@@ -83,15 +83,15 @@ class KernelCache(_Cache):
 
     def flush(self) -> None: ...
 
-    def _file(self, sig, codegen) -> Path:
+    def _file(self, folder: Path, sig, codegen) -> Path:
         key = repr((self._digest, str(sig), codegen.magic_tuple())).encode()
-        return self._folder / f"{self._name}-{hashlib.sha256(key).hexdigest()[:32]}.kernel"
+        return folder / f"{self._name}-{hashlib.sha256(key).hexdigest()[:32]}.kernel"
 
     def load_overload(self, sig, target_context):
         if self._folder is None:
             return None
         target_context.refresh()
-        path = self._file(sig, target_context.codegen())
+        path = self._file(self._folder, sig, target_context.codegen())
         try:
             data = path.read_bytes()
             if hashlib.sha256(data[CHECKSUM:]).digest() != data[:CHECKSUM]:
@@ -111,7 +111,7 @@ class KernelCache(_Cache):
         temporary = None
         try:
             payload = dumps(data._reduce())
-            path = self._file(sig, data.library.codegen)
+            path = self._file(self._folder, sig, data.library.codegen)
             handle, temporary = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(payload).digest() + payload)

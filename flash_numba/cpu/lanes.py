@@ -58,7 +58,7 @@ def exp2_float32(x):
 
 
 def exp2_float64(x):
-    """2**x for x < 1024 to 3e-16 relative, likewise: Taylor's coefficients ln(2)**k / k!, of which 13 suffice on [-1/2, 1/2]."""
+    """2**x for x < 1024 to 3e-16 relative, likewise: Taylor's coefficients ln(2)**k / k! suffice on [-1/2, 1/2]."""
     x = ops.select(x < -1023.0, -1023.0, x)
     t = x + ROUND_64
     f = x - (t - ROUND_64)

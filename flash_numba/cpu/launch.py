@@ -57,8 +57,9 @@ def worker_address(dtype: np.dtype) -> int:
             real = numba.from_dtype(dtype)
             signature = types.void(types.intp, types.intp, types.CPointer(real))
             kernel = CFunc(forward.forward, (signature.args, signature.return_type), locals={}, options=MATH)
-            kernel._cache = KernelCache(f"forward_{dtype}")
+            kernel._cache = KernelCache(f"forward_{dtype}")  # type: ignore[attr-defined]
             kernel.compile()
+            assert kernel.address is not None
             _workers[dtype] = kernel.address
     return _workers[dtype]
 

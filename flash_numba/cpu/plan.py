@@ -7,8 +7,8 @@ results the same to the bit whatever else runs.
 import numpy as np
 
 LINE = 64  # bytes of a cache line; parts of the scratch start on one
-# Query rows an item and keys a block. On Zen 4 every pair of (96, 192, 384) and (64, 128, 256) lies within 3 % at D = 64
-# and 128.
+# Query rows an item and keys a block. On Zen 4 every pair of (96, 192, 384) and (64, 128, 256) lies within 3 % at
+# D = 64 and 128.
 BLOCK_Q, BLOCK_K = 192, 128
 
 CONTROL = np.dtype(

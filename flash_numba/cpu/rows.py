@@ -173,7 +173,7 @@ def write_row(address, stride, code, row, n):
 
 @njit(**HELPER)
 def in_place(like, address, strides, code):
-    """Whether rows at an address can be read as the kernel's own floats: its format, contiguous columns, aligned rows."""
+    """Whether rows at an address can be read as the kernel's floats: its format, contiguous columns, aligned rows."""
     size = itemsize(like)
     own = FLOAT32 if size == 4 else FLOAT64
     return code == own and strides[3] == size and address % size == 0 and strides[2] % size == 0
@@ -193,7 +193,7 @@ def _write_row(address, stride, code, row, n):
 
 @njit(**STAGE)
 def transpose(to, to_stride, source, stride, rows, columns):
-    """to[c * to_stride + r] = source[r * stride + c], in squares of one register's size and single elements at the edges."""
+    """to[c * to_stride + r] = source[r * stride + c], in squares of a register's size, and one by one at the edges."""
     n = register_width(to)
     square_rows, square_columns = rows // n * n, columns // n * n
     for r in range(0, square_rows, n):

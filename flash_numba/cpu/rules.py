@@ -67,8 +67,8 @@ def scan_bias(staging, count):
 def load_term(term, staging, address, rows, keys, strides, code):
     """A mask's or a bias's part of a score tile, as (key, row): `(some key is kept, some key is hidden)`.
 
-    A mask that keeps or hides the whole tile, and a bias that hides it, isn't laid out. A term with row stride 0 is read
-    for one row. Lanes without a row of their own hold what they held before; nothing of them is written out.
+    A mask that keeps or hides the whole tile, and a bias that hides it, isn't laid out. A term with row stride 0 is
+    read for one row. Lanes without a row of their own hold what they held before; nothing of them is written out.
     """
     width = tile_width(term)
     own_rows = rows if strides[2] != 0 else 1

@@ -1,9 +1,9 @@
 """SIMD lanes for Numba: the one file with LLVM IR.
 
-A `Lanes` value holds one number per query row, in the vector registers of one register tile. Operators, comparisons and
-`ops.select` on it are single instructions; everything else (`exp2` and so on) is written in Python on top, in `lanes.py`.
-`load` and `store` move a row of lanes; `outer_product` is the register-tile step that both matrix products are made of.
-The bottom of the file has what a launch needs: raw addresses, records, atomics, calls by address.
+A `Lanes` value holds one number per query row, in the vector registers of one register tile. Operators, comparisons
+and `ops.select` on it are single instructions; everything else (`exp2` and so on) is written in Python on top, in
+`lanes.py`. `load` and `store` move a row of lanes; `outer_product` is the register-tile step that both matrix products
+are made of. The bottom of the file has what a launch needs: raw addresses, records, atomics, calls by address.
 """
 
 import operator
@@ -47,8 +47,8 @@ def choose_register_tile(triple: str, features: str) -> RegisterTile:
     if triple.startswith(("aarch64", "arm64")):
         return RegisterTile(128, 6, 4, True)  # 32 registers
     if "+avx512f" in have:
-        # 32 registers. On Zen 4, whole forward at D = 64 and 128, in GFLOP/s of 117: 103 and 106. 8 x 3 reaches 97 and 99,
-        # 6 x 4 99 and 105, 12 x 2 86 and 89.
+        # 32 registers. On Zen 4, whole forward at D = 64 and 128, in GFLOP/s of 117: 103 and 106. 8 x 3 reaches 97 and
+        # 99, 6 x 4 99 and 105, 12 x 2 86 and 89.
         return RegisterTile(512, 8, 2, True)
     if {"+avx2", "+fma"} <= have:
         return RegisterTile(256, 4, 3, True)  # 16 registers
@@ -60,7 +60,7 @@ TILE = choose_register_tile(_triple, _features)
 
 
 class Lanes(types.Type):
-    """`width` values of `dtype` (boolean: a mask) in `width // register` vector registers; a lone scalar if both are 1."""
+    """`width` values of `dtype` (boolean: a mask) in `width // register` vector registers; a scalar if both are 1."""
 
     def __init__(self, dtype, width=1, register=1):
         self.dtype, self.width, self.register = dtype, width, register
@@ -311,7 +311,7 @@ def row_numbers(typingctx, like, first):
 
 @intrinsic
 def transpose_block(typingctx, to, to_stride, source, stride):
-    """to[c * to_stride + r] = source[r * stride + c] for a square of one register's size: log2 of it shuffles a register."""
+    """to[c * to_stride + r] = source[r * stride + c] for a register's square: log2 of its size shuffles each."""
     n = TILE.register(source.dtype)
     vector = ir.VectorType(LLVM_FLOAT[source.dtype], n)
     align = source.dtype.bitwidth // 8
@@ -393,12 +393,12 @@ def scalar(typingctx, lane):
 
 
 def outer_product(across, blend):
-    """The register-tile step: `P[m, lanes] = sum_k A[m, k] * B[k, lanes]` for `TILE.rows` or 1 rows m, sums kept in registers.
+    """The register-tile step: `P[m, lanes] = sum_k A[m, k] * B[k, lanes]`, for `TILE.rows` or 1 rows m.
 
-    across: A[m, k] is `A[m + k * stride]`, else `A[m * stride + k]`. The step writes `C = P`, or with `blend`
-    `C = alpha * C + P`, alpha being a row of lanes: the old output is rescaled and each block summed from zero, which keeps
-    rounding errors from growing with the number of keys. Sums run in the order of k, fused, for any number of rows, so
-    the bits of a row of C don't depend on it.
+    The sums stay in registers. across: A[m, k] is `A[m + k * stride]`, else `A[m * stride + k]`. The step writes
+    `C = P`, or with `blend` `C = alpha * C + P`, alpha being a row of lanes: the old output is rescaled and each block
+    summed from zero, which keeps rounding errors from growing with the number of keys. Sums run in the order of k,
+    fused, for any number of rows, so the bits of a row of C don't depend on it.
     """
 
     def build(rows):
