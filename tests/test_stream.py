@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conformance import assert_within, expect_call, normal, same_bits
 
-import flash_numba
 from flash_numba import AttentionStream, attention, attention_partial, merge, reference, stream
 from flash_numba.cpu import launch
 
 INF, NAN = math.inf, math.nan
-fuzz = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+fuzz = settings(max_examples=50, deadline=None, database=None, derandomize=True)
 
 PER_CHUNK = ("bias", "mask")  # of the keys absorbed, not of the stream
 # Lengths and offsets are in the tests of their own.
@@ -162,7 +161,8 @@ def test_top_left_counts_from_the_first_key():
 @pytest.mark.parametrize("kv_dtype", FLOAT8, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_8_bit_chunks_with_scales(dtype, kv_dtype):
-    q, k, v = (normal(2, heads, 70, 16, seed=heads).astype(t) for heads, t in ((4, dtype), (2, kv_dtype), (2, kv_dtype)))
+    q = normal(2, 4, 70, 16, dtype=dtype)
+    k, v = (normal(2, 2, 70, 16, dtype=kv_dtype, seed=n) for n in (1, 2))
     options = {"k_scale": 0.5, "v_scale": np.array([[0.5, 2.0], [3.0, 4.0]]), "causal": True}
     got = streamed(q, k, v, [1, 2, 40], kv_total=70, **options).result()
     assert got[0].dtype == dtype
@@ -276,7 +276,8 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(bad):
 # ---- memory
 
 
-def test_memory_does_not_depend_on_how_many_keys_there_are():
+def test_memory_does_not_depend_on_how_many_keys_there_are(monkeypatch):
+    monkeypatch.setattr(launch, "SERIAL_FLOPS", INF)  # one scratch
     q, k, v = normal(8, 256, 32), normal(8, 64, 32), normal(8, 64, 32)
     whole = AttentionStream(q, causal=True, kv_total=64 * 200).absorb(k, v)
     tracemalloc.start()
@@ -290,9 +291,10 @@ def test_memory_does_not_depend_on_how_many_keys_there_are():
         held_later, peak_later = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held_later - held < 10_000  # a tenth of what one chunk's k and v have
-    assert peak_later - peak < 10_000
-    assert peak < 4_000_000  # the scratch of two threads; the scores of all keys would take 100 MB
+    # One chunk's k and v have 130 000 bytes; Python's free lists fill up by a hundred or so a call.
+    assert held_later - held < 60_000
+    assert peak_later - peak < 60_000
+    assert peak < 1_500_000  # the state and scratch; the scores of one chunk take 500 000, of all keys 90 MB
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA exempts file mappings on Linux")
@@ -403,7 +405,8 @@ def test_a_bad_chunk_is_refused_and_leaves_the_stream_as_it_was(name):
     assert all(word in str(raised.value) for word in words), str(raised.value)
     assert whole.keys == 5
     assert same_bits(whole.result()[0], before[0])
-    assert same_bits(whole.absorb(k, v).result()[0], streamed(q, *(np.concatenate([x, x], 1) for x in (k, v)), [5]).result()[0])
+    untouched = AttentionStream(q).absorb(k, v).absorb(k, v)
+    assert same_bits(whole.absorb(k, v).result()[0], untouched.result()[0])
 
 
 def test_a_stream_whose_absorb_was_interrupted_is_refused(monkeypatch):
@@ -578,6 +581,6 @@ def test_merge_in_any_shape_and_layout(shape, layout):
     ids=str,
 )
 def test_bad_merges_are_refused(outs, lses, options, words):
-    with pytest.raises(ValueError, match="^") as raised:
-        flash_numba.merge(outs, lses, **options)
+    with pytest.raises(ValueError, match="merge|outs|sinks|layout") as raised:
+        merge(outs, lses, **options)
     assert all(word in str(raised.value) for word in words), str(raised.value)

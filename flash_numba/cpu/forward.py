@@ -1,7 +1,7 @@
 """The attention forward on a CPU: one tile of query rows against the keys they see, block by block.
 
 A SIMD lane is a query row. The score tile is kept transposed, (key, row), so maximum, exp2 and sum run across lanes
-with no horizontal operation, and both matrix products are the same register-tile step (`simd.outer_product`):
+with no horizontal operation, and both matrix products are the same register-tile step (`simd.product_step`):
 
     S[key, row]  = sum_t K[key, t] * Q[t, row]
     O[c, row]    = alpha[row] * O[c, row] + sum_j V[j, c] * P[j, row]
@@ -54,8 +54,8 @@ problem_at, sequence_at, tile_at, control_at = (record_at(dtype) for dtype in (P
 float64_at = pointer_to(types.float64)
 SEQUENCE_BYTES, TILE_BYTES = SEQUENCE.itemsize, TILE.itemsize
 STEP = simd.TILE.rows
-score_step, score_step_1 = simd.outer_product(across=False, blend=False)
-value_step, value_step_1 = simd.outer_product(across=True, blend=True)
+score_step, score_step_1 = (simd.product_step(m, simd.TILE.vectors, across=False) for m in (STEP, 1))
+value_step, value_step_1 = (simd.product_step(m, simd.TILE.vectors, across=True, blend="lanes") for m in (STEP, 1))
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -155,10 +155,10 @@ def multiply_keys(s, k, k_stride, q, keys, dim):
     width = tile_width(s)
     j = 0
     while j + STEP <= keys:
-        score_step(move(s, j * width), move(k, j * k_stride), k_stride, q, dim)
+        score_step(move(s, j * width), width, move(k, j * k_stride), k_stride, q, width, dim, s)
         j += STEP
     while j < keys:
-        score_step_1(move(s, j * width), move(k, j * k_stride), k_stride, q, dim)
+        score_step_1(move(s, j * width), width, move(k, j * k_stride), k_stride, q, width, dim, s)
         j += 1
 
 
@@ -185,10 +185,10 @@ def add_values(o, alpha, v, v_stride, s, keys, value_dim):
     width = tile_width(s)
     c = 0
     while c + STEP <= value_dim:
-        value_step(move(o, c * width), move(v, c), v_stride, s, keys, alpha)
+        value_step(move(o, c * width), width, move(v, c), v_stride, s, width, keys, alpha)
         c += STEP
     while c < value_dim:
-        value_step_1(move(o, c * width), move(v, c), v_stride, s, keys, alpha)
+        value_step_1(move(o, c * width), width, move(v, c), v_stride, s, width, keys, alpha)
         c += 1
 
 

@@ -6,6 +6,7 @@ computes an item changes nothing in the result.
 """
 
 import ctypes
+import importlib
 import math
 import os
 import threading
@@ -17,10 +18,9 @@ from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
 from ..problem import Call, address, describe
-from . import forward
 from .compile import MATH
 from .kernel_cache import KernelCache
-from .plan import LINE, block_rows, make_control
+from .plan import LINE, Lanes, block_rows, has_few_queries, plan_decode, plan_forward
 from .simd import TILE, call_worker
 
 Progress = Callable[[int, int], None]
@@ -33,7 +33,7 @@ WATCHED_FLOPS = 5e9
 SERIAL_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 _lock = threading.RLock()
-_workers: dict[np.dtype, int] = {}
+_workers: dict[tuple[str, np.dtype], int] = {}
 _driver = None
 _launched = False  # whether this process has started Numba's threads
 _forked = False  # whether it was forked from one that had: they don't exist here
@@ -50,18 +50,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def worker_address(dtype: np.dtype) -> int:
-    """The forward kernel for float32 or float64 as a C function, compiled or from the disk cache."""
-    if dtype not in _workers:
+def worker_address(name: str, dtype: np.dtype) -> int:
+    """The kernel "forward" or "decode" for float32 or float64 as a C function, compiled or from the disk cache."""
+    if (name, dtype) not in _workers:
         with _lock:
-            real = numba.from_dtype(dtype)
-            signature = types.void(types.intp, types.intp, types.CPointer(real))
-            kernel = CFunc(forward.forward, (signature.args, signature.return_type), locals={}, options=MATH)
-            kernel._cache = KernelCache(f"forward_{dtype}")  # type: ignore[attr-defined]
+            signature = types.void(types.intp, types.intp, types.CPointer(numba.from_dtype(dtype)))
+            function = getattr(importlib.import_module(f"flash_numba.cpu.{name}"), name)
+            kernel = CFunc(function, (signature.args, signature.return_type), locals={}, options=MATH)
+            kernel._cache = KernelCache(f"{name}_{dtype}")  # type: ignore[attr-defined]
             kernel.compile()
             assert kernel.address is not None
-            _workers[dtype] = kernel.address
-    return _workers[dtype]
+            _workers[name, dtype] = kernel.address
+    return _workers[name, dtype]
 
 
 def drive(worker, problem, control, scratch, scratch_bytes, threads):
@@ -82,20 +82,21 @@ def parallel_driver():
     return _driver
 
 
-def tile_width(dtype: np.dtype) -> int:
-    """Query rows in a register tile of float32 or float64."""
-    return TILE.width(numba.from_dtype(dtype))
+def lanes_of(dtype: np.dtype) -> Lanes:
+    """What a plan has to know of the CPU, for float32 or float64."""
+    real = numba.from_dtype(dtype)
+    return Lanes(TILE.register(real), TILE.width(real), dtype.itemsize)
 
 
 def rows_per_item(call: Call) -> int:
-    return block_rows(call.q.shape[-2], tile_width(call.lse.dtype))
+    return block_rows(call.q.shape[-2], lanes_of(call.lse.dtype))
 
 
 def new_state(call: Call) -> np.ndarray:
     """The state of a stream before any key, for every tile of rows: (-inf, 0, 0), laid out as `plan.CONTROL` has it."""
     *batch, heads, queries, _ = call.q.shape
     dtype = call.lse.dtype
-    control = make_control(describe(call)[0], tile_width(dtype), dtype.itemsize)
+    control = plan_forward(describe(call)[0], lanes_of(dtype))
     block_q = int(control["block_q"])
     state = np.zeros((math.prod(batch) * heads * -(-queries // block_q), int(control["state_bytes"])), np.uint8)
     maximum = int(control["maximum"])
@@ -108,8 +109,18 @@ def run(problem: np.ndarray, dtype: np.dtype, flops: float, keep: object, progre
 
     keep: the arrays whose addresses the problem holds; they live as long as a thread may write to them.
     """
-    worker = worker_address(dtype)
-    control = make_control(problem, tile_width(dtype), dtype.itemsize)
+    if has_few_queries(problem):
+        name, control = "decode", plan_decode(problem, lanes_of(dtype))
+        shares = int(control["shares"])
+        groups = int(control["items"]) // shares
+        finished = np.zeros(groups if shares > 1 else 0, np.int64)
+        workspace = np.empty(finished.size * shares * int(control["state_bytes"]) + LINE, np.uint8)
+        control["workspace"] = -(-address(workspace) // LINE) * LINE
+        control["finished"] = address(finished)
+        keep = [keep, finished, workspace]
+    else:
+        name, control = "forward", plan_forward(problem, lanes_of(dtype))
+    worker = worker_address(name, dtype)
     items = int(control["items"])
     threads = 1
     if flops > SERIAL_FLOPS and items > 1 and not _forked:

@@ -2,7 +2,7 @@
 
 A `Lanes` value holds one number per query row, in the vector registers of one register tile. Operators, comparisons
 and `ops.select` on it are single instructions; everything else (`exp2` and so on) is written in Python on top, in
-`lanes.py`. `load` and `store` move a row of lanes; `outer_product` is the register-tile step that both matrix products
+`lanes.py`. `load` and `store` move a row of lanes; `product_step` is the register-tile step that all matrix products
 are made of. The bottom of the file has what a launch needs: raw addresses, records, atomics, calls by address.
 """
 
@@ -239,6 +239,32 @@ def int_or_mask_to_float(context, builder, fromty, toty, value):
     return join(builder, toty, [convert(part, toty.llvm()) for part in split(builder, fromty, value)])
 
 
+def across_lanes(combine):
+    """A function that combines all lanes of a value to one scalar, pair by pair."""
+
+    def codegen(context, builder, sig, args):
+        lanes = sig.args[0]
+        registers = split(builder, lanes, args[0])
+        while len(registers) > 1:
+            registers = [combine(builder, *registers[:2]), *registers[2:]]
+        value, n = registers[0], lanes.register
+        while n > 1:
+            n //= 2
+            halves = [ir.Constant(ir.VectorType(I32, n), list(range(start, start + n))) for start in (0, n)]
+            value = combine(builder, *[builder.shuffle_vector(value, value, half) for half in halves])
+        return builder.extract_element(value, I32(0))
+
+    @intrinsic
+    def reduce(typingctx, lanes):
+        return lanes.dtype(lanes), codegen
+
+    return reduce
+
+
+sum_of_lanes = across_lanes(lambda builder, a, b: builder.fadd(a, b))
+top_of_lanes = across_lanes(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
 @intrinsic
 def swap_bytes(typingctx, x):
     """A scalar integer with its bytes in the other order."""
@@ -309,6 +335,13 @@ def row_numbers(typingctx, like, first):
     return integers(like, types.intp), codegen
 
 
+def exchange(builder, a, b, n, step):
+    """Exchange the off-diagonal quarters of each square of 2 * step in two registers of n lanes."""
+    low = [c if not c & step else n + c - step for c in range(n)]
+    high = [c + step if not c & step else n + c for c in range(n)]
+    return [builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, n), order)) for order in (low, high)]
+
+
 @intrinsic
 def transpose_block(typingctx, to, to_stride, source, stride):
     """to[c * to_stride + r] = source[r * stride + c] for a register's square: log2 of its size shuffles each."""
@@ -326,15 +359,11 @@ def transpose_block(typingctx, to, to_stride, source, stride):
         for row in rows:
             row.align = align
         step = 1
-        while step < n:  # exchange the off-diagonal quarters of each square of 2 * step
+        while step < n:
             new = list(rows)
             for r in range(n):
                 if not r & step:
-                    a, b = rows[r], rows[r + step]
-                    low = [c if not c & step else n + c - step for c in range(n)]
-                    high = [c + step if not c & step else n + c for c in range(n)]
-                    new[r] = builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, n), low))
-                    new[r + step] = builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, n), high))
+                    new[r], new[r + step] = exchange(builder, rows[r], rows[r + step], n, step)
             rows = new
             step *= 2
         for c, row in enumerate(rows):
@@ -392,94 +421,157 @@ def scalar(typingctx, lane):
     return lane.dtype(lane), lambda context, builder, sig, args: args[0]
 
 
-def outer_product(across, blend):
-    """The register-tile step: `P[m, lanes] = sum_k A[m, k] * B[k, lanes]`, for `TILE.rows` or 1 rows m.
+def register_addresses(builder, dtype, pointer, at, count):
+    """The addresses of `count` neighbouring vector registers, from element number `at` of a pointer."""
+    to = ir.VectorType(LLVM_FLOAT[dtype], TILE.register(dtype)).as_pointer()
+    step = TILE.register(dtype)
+    return [builder.bitcast(builder.gep(pointer, [builder.add(at, I64(n * step))]), to) for n in range(count)]
 
-    The sums stay in registers. across: A[m, k] is `A[m + k * stride]`, else `A[m * stride + k]`. The step writes
-    `C = P`, or with `blend` `C = alpha * C + P`, alpha being a row of lanes: the old output is rescaled and each block
-    summed from zero, which keeps rounding errors from growing with the number of keys. Sums run in the order of k,
-    fused, for any number of rows, so the bits of a row of C don't depend on it.
+
+def product_step(rows, registers, across, blend=None):
+    """The step that every matrix product is made of: `P[m, lanes] = sum_k A[m, k] * B[k, lanes]`, kept in registers.
+
+    `rows` numbers m and `registers` vector registers of lanes. A[m, k] is `A[m + k * a_stride]` if `across`, else
+    `A[m * a_stride + k]`; rows of B and C lie `b_stride` and `c_stride` elements apart. The step writes `C = P`, or with
+    `blend` `C = alpha * C + P`, where alpha has a number for each lane ("lanes") or for each row ("rows"): the old output
+    is rescaled and each block summed from zero, which keeps rounding errors from growing with the number of keys. Sums
+    run in the order of k, fused, for any shape of the step, so the bits of a number in C don't depend on it.
     """
 
-    def build(rows):
-        def codegen(context, builder, sig, args):
-            C, A, stride, B, depth = args[:5]
-            lanes = tile_lanes(sig.args[0])
-            vector = lanes.llvm()
+    def codegen(context, builder, sig, args):
+        C, c_stride, A, a_stride, B, b_stride, depth, alpha = args
+        dtype = sig.args[0].dtype
+        lanes = Lanes(dtype, TILE.register(dtype), TILE.register(dtype))
+        vector = lanes.llvm()
 
-            def aligned(instruction):
-                instruction.align = lanes.dtype.bitwidth // 8
-                return instruction
+        def aligned(instruction):
+            instruction.align = dtype.bitwidth // 8
+            return instruction
 
-            def multiply_add(a, b, c):
-                if not TILE.fma:
-                    return builder.fadd(c, builder.fmul(a, b))
-                name = f"llvm.fma.v{lanes.register}f{lanes.dtype.bitwidth}"
-                fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
-                return builder.call(fma, [a, b, c])
+        def multiply_add(a, b, c):
+            if not TILE.fma:
+                return builder.fadd(c, builder.fmul(a, b))
+            name = f"llvm.fma.v{lanes.register}f{dtype.bitwidth}"
+            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+            return builder.call(fma, [a, b, c])
 
-            def advance(k, sums, unroll):
-                sums = list(sums)
-                for u in range(unroll):
-                    at = builder.add(k, I64(u))
-                    b = [aligned(builder.load(p)) for p in registers_at(builder, lanes, B, at)]
-                    for m in range(rows):
-                        along = [I64(m), builder.mul(at, stride)] if across else [at, builder.mul(stride, I64(m))]
-                        a = splat(builder, lanes, builder.load(builder.gep(A, [builder.add(*along)])))
-                        for n in range(lanes.parts):
-                            i = m * lanes.parts + n
-                            sums[i] = multiply_add(a, b[n], sums[i])
-                return sums
+        def advance(k, sums, unroll):
+            sums = list(sums)
+            for u in range(unroll):
+                at = builder.add(k, I64(u))
+                start = builder.mul(at, b_stride)
+                b = [aligned(builder.load(p)) for p in register_addresses(builder, dtype, B, start, registers)]
+                for m in range(rows):
+                    along = [I64(m), builder.mul(at, a_stride)] if across else [at, builder.mul(a_stride, I64(m))]
+                    a = splat(builder, lanes, builder.load(builder.gep(A, [builder.add(*along)])))
+                    for n in range(registers):
+                        i = m * registers + n
+                        sums[i] = multiply_add(a, b[n], sums[i])
+            return sums
 
-            def loop(start, stop, sums, unroll):
-                """`for k in range(start, stop, unroll)` with the sums as loop-carried registers."""
-                entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
-                builder.cbranch(builder.icmp_signed("<", start, stop), body, done)
-                builder.position_at_end(body)
-                k = builder.phi(I64)
-                carried = [builder.phi(vector) for _ in sums]
-                new = advance(k, carried, unroll)
-                k_next = builder.add(k, I64(unroll))
-                builder.cbranch(builder.icmp_signed("<", k_next, stop), body, done)
-                k.add_incoming(start, entry)
-                k.add_incoming(k_next, body)
-                builder.position_at_end(done)
-                out = [builder.phi(vector) for _ in sums]
-                for phi, result, before, after in zip(carried, out, sums, new, strict=True):
-                    phi.add_incoming(before, entry)
-                    phi.add_incoming(after, body)
-                    result.add_incoming(before, entry)
-                    result.add_incoming(after, body)
-                return out
+        def loop(start, stop, sums, unroll):
+            """`for k in range(start, stop, unroll)` with the sums as loop-carried registers."""
+            entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+            builder.cbranch(builder.icmp_signed("<", start, stop), body, done)
+            builder.position_at_end(body)
+            k = builder.phi(I64)
+            carried = [builder.phi(vector) for _ in sums]
+            new = advance(k, carried, unroll)
+            k_next = builder.add(k, I64(unroll))
+            builder.cbranch(builder.icmp_signed("<", k_next, stop), body, done)
+            k.add_incoming(start, entry)
+            k.add_incoming(k_next, body)
+            builder.position_at_end(done)
+            out = [builder.phi(vector) for _ in sums]
+            for phi, result, before, after in zip(carried, out, sums, new, strict=True):
+                phi.add_incoming(before, entry)
+                phi.add_incoming(after, body)
+                result.add_incoming(before, entry)
+                result.add_incoming(after, body)
+            return out
 
-            even = builder.and_(depth, I64(-2))
-            sums = loop(I64(0), even, [vector(None)] * (rows * lanes.parts), 2)
-            sums = loop(even, depth, sums, 1)
-            targets = [p for m in range(rows) for p in registers_at(builder, lanes, C, I64(m))]
-            if blend:
-                alpha = [aligned(builder.load(p)) for p in registers_at(builder, lanes, args[5], I64(0))] * rows
-                sums = [
-                    multiply_add(a, aligned(builder.load(p)), value)
-                    for a, p, value in zip(alpha, targets, sums, strict=True)
-                ]
-            for p, value in zip(targets, sums, strict=True):
-                aligned(builder.store(value, p))
-            return context.get_dummy_value()
-
+        even = builder.and_(depth, I64(-2))
+        sums = loop(I64(0), even, [vector(None)] * (rows * registers), 2)
+        sums = loop(even, depth, sums, 1)
+        targets = [
+            p
+            for m in range(rows)
+            for p in register_addresses(builder, dtype, C, builder.mul(c_stride, I64(m)), registers)
+        ]
+        if blend == "lanes":
+            row = register_addresses(builder, dtype, alpha, I64(0), registers)
+            factors = [aligned(builder.load(p)) for p in row] * rows
+        elif blend == "rows":
+            scalars = [builder.load(builder.gep(alpha, [I64(m)])) for m in range(rows)]
+            factors = [splat(builder, lanes, a) for a in scalars for _ in range(registers)]
         if blend:
+            sums = [
+                multiply_add(a, aligned(builder.load(p)), value)
+                for a, p, value in zip(factors, targets, sums, strict=True)
+            ]
+        for p, value in zip(targets, sums, strict=True):
+            aligned(builder.store(value, p))
+        return context.get_dummy_value()
 
-            @intrinsic
-            def step(typingctx, C, A, stride, B, depth, alpha):
-                return types.void(C, A, types.intp, B, types.intp, alpha), codegen
-        else:
+    @intrinsic
+    def step(typingctx, C, c_stride, A, a_stride, B, b_stride, depth, alpha):
+        return types.void(C, types.intp, A, types.intp, B, types.intp, types.intp, alpha), codegen
 
-            @intrinsic
-            def step(typingctx, C, A, stride, B, depth):
-                return types.void(C, A, types.intp, B, types.intp), codegen
+    return step
 
-        return step
 
-    return build(TILE.rows), build(1)
+@intrinsic
+def dot_products(typingctx, C, A, stride, b, depth):
+    """`C[j] = sum_k A[j * stride + k] * b[k]` for one register of numbers j; depth is a whole number of registers.
+
+    Lanes run along k; the sums of the lanes come out of a tree of shuffles and additions, one tree for all j.
+    """
+    n = TILE.register(C.dtype)
+    vector = ir.VectorType(LLVM_FLOAT[C.dtype], n)
+    align = C.dtype.bitwidth // 8
+
+    def codegen(context, builder, sig, args):
+        C, A, stride, b, depth = args
+
+        def at(pointer, i):
+            return builder.bitcast(builder.gep(pointer, [i]), vector.as_pointer())
+
+        def load_at(pointer, i):
+            value = builder.load(at(pointer, i))
+            value.align = align
+            return value
+
+        def multiply_add(x, y, z):
+            if not TILE.fma:
+                return builder.fadd(z, builder.fmul(x, y))
+            name = f"llvm.fma.v{n}f{8 * align}"
+            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+            return builder.call(fma, [x, y, z])
+
+        entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(body)
+        builder.position_at_end(body)
+        k = builder.phi(I64)
+        sums = [builder.phi(vector) for _ in range(n)]
+        y = load_at(b, k)
+        new = [multiply_add(load_at(A, builder.add(k, builder.mul(stride, I64(j)))), y, sums[j]) for j in range(n)]
+        k_next = builder.add(k, I64(n))
+        builder.cbranch(builder.icmp_signed("<", k_next, depth), body, done)
+        k.add_incoming(I64(0), entry)
+        k.add_incoming(k_next, body)
+        for phi, value in zip(sums, new, strict=True):
+            phi.add_incoming(vector(None), entry)
+            phi.add_incoming(value, body)
+        builder.position_at_end(done)
+        step = 1
+        while step < n:
+            pairs = [(new[r], new[r + 1]) for r in range(0, len(new), 2)]
+            new = [builder.fadd(*exchange(builder, x, y, n, step)) for x, y in pairs]
+            step *= 2
+        builder.store(new[0], at(C, I64(0))).align = align
+        return context.get_dummy_value()
+
+    return types.void(C, A, types.intp, b, types.intp), codegen
 
 
 # -- addresses, records, threads -------------------------------------------------------------------------------------
@@ -544,6 +636,16 @@ def take_ticket(typingctx, address):
 
     def codegen(context, builder, sig, args):
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), I64(1), "monotonic")
+
+    return types.intp(types.intp), codegen
+
+
+@intrinsic
+def finish_ticket(typingctx, address):
+    """`take_ticket` that also makes everything written before visible to whoever takes a later one."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), I64(1), "acq_rel")
 
     return types.intp(types.intp), codegen
 

@@ -1,0 +1,94 @@
+"""The shapes that tests and benchmarks share."""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class Shape(NamedTuple):
+    """One attention problem: q (B, H, S_q, D), k and v (B, H_kv, S_kv, D)."""
+
+    name: str
+    B: int
+    H: int
+    H_kv: int
+    S_q: int
+    S_kv: int
+    D: int
+    causal: bool
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the two matrix products, as papers count them: 4 B H S_q S_kv D.
+
+        Causal counts the share of the score matrix below the diagonal through its lower right corner: half of a square.
+        Softmax isn't counted.
+        """
+        area = 2 * self.S_q * self.S_kv
+        if self.causal:
+            seen = min(self.S_q, self.S_kv)
+            area = seen * (2 * self.S_kv - seen)
+        return 2 * self.B * self.H * area * self.D
+
+    def kv_bytes(self, dtype) -> int:
+        """Bytes of K and V together: what decoding one token reads at least."""
+        return 2 * self.B * self.H_kv * self.S_kv * self.D * np.dtype(dtype).itemsize
+
+    def inputs(self, dtype=np.float32, seed: int = 0):
+        """Standard normal q, k and v, the same for every dtype up to its rounding."""
+        rng = np.random.default_rng(seed)
+        q_shape = (self.B, self.H, self.S_q, self.D)
+        kv_shape = (self.B, self.H_kv, self.S_kv, self.D)
+        drawn_as = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+        return tuple(
+            rng.standard_normal(shape, drawn_as).astype(dtype, copy=False) for shape in (q_shape, kv_shape, kv_shape)
+        )
+
+
+def square(B: int, H: int, S: int, D: int) -> tuple[Shape, Shape]:
+    """Self-attention over S tokens, without and with the causal mask."""
+    name = f"{B}x{H}x{S}x{D}"
+    return Shape(name, B, H, H, S, S, D, False), Shape(name + "-causal", B, H, H, S, S, D, True)
+
+
+def decode(B: int, H: int, H_kv: int, S_kv: int, D: int) -> Shape:
+    """One new token against S_kv cached keys."""
+    return Shape(f"decode-{B}x{H}/{H_kv}x{S_kv}x{D}", B, H, H_kv, 1, S_kv, D, False)
+
+
+LONG = square(1, 8, 4096, 64)
+MEMORY = Shape("1x1x16384x64", 1, 1, 1, 16384, 16384, 64, False)
+
+FULL: tuple[Shape, ...] = (
+    *square(1, 8, 1024, 64),
+    *LONG,
+    *square(1, 8, 2048, 128),
+    *square(4, 16, 512, 64),
+    MEMORY,
+    MEMORY._replace(name=MEMORY.name + "-causal", causal=True),
+    *square(1, 1, 16, 64),
+    *square(1, 8, 64, 64),
+    *square(8, 8, 32, 64),
+    decode(1, 32, 8, 8192, 128),
+)
+
+# What CI measures: one of each kind, none for which NumPy needs more than about half a second.
+SHORT: tuple[Shape, ...] = (
+    *square(1, 8, 1024, 64),
+    square(1, 8, 2048, 128)[1],
+    square(4, 16, 512, 64)[0],
+    square(1, 1, 16, 64)[0],
+    square(1, 8, 64, 64)[0],
+    square(8, 8, 32, 64)[0],
+    decode(1, 32, 8, 8192, 128),
+)
+
+SETS = {"short": SHORT, "full": FULL}

@@ -1,0 +1,352 @@
+"""The attention forward on a CPU for few queries: all query rows that share a key head, against a share of its keys.
+
+With one query (decoding) or a handful (speculative decoding) there are too few rows to fill SIMD lanes with, and the time
+goes into reading K and V. So lanes run along the head dimension for the scores and along the value's columns for the
+output, both read in place, once for all rows of the group:
+
+    S[row, key]  = sum_t Q[row, t] * K[key, t]        lanes along t, summed across at the end (`simd.dot_products`)
+    O[row, c]    = alpha[row] * O[row, c] + sum_j P[row, j] * V[j, c]        lanes along c (`simd.product_step`)
+
+Keys are split at fixed multiples into items, so that one long sequence keeps all threads busy. Whoever finishes the last
+share of a head merges all of them, in the order of their keys (Flash-Decoding, Dao et al. 2023); the result is the same
+whoever that is.
+"""
+
+from math import inf
+
+import numpy as np
+from numba import njit
+
+from .. import dropout, ops, recurrence, scores
+from ..dtypes import BOOL
+from . import simd
+from .compile import HELPER, STAGE
+from .forward import control_at, of_head, operands, problem_at
+from .plan import CANCEL, TICKET
+from .rows import all_finite, fetch_row, in_place, write_row
+from .rules import apply_term, scan_bias, softcap_scores
+from .simd import (
+    dot_products,
+    finish_ticket,
+    itemsize,
+    lane,
+    lanes_of,
+    load,
+    move,
+    part,
+    pointer_like,
+    read_flag,
+    real,
+    register_width,
+    row_numbers,
+    scalar,
+    store,
+    sum_of_lanes,
+    take_ticket,
+    tile_width,
+    top_of_lanes,
+)
+
+ROWS, WIDE, LONG = 4, 4, 8  # a step's query rows by registers of columns; a single row has LONG of them
+value_step = simd.product_step(ROWS, WIDE, across=False, blend="rows")
+value_step_narrow = simd.product_step(ROWS, 1, across=False, blend="rows")
+value_step_long = simd.product_step(1, LONG, across=False, blend="rows")
+value_step_1 = simd.product_step(1, 1, across=False, blend="rows")
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+@njit(**STAGE)
+def load_padded(block, address, rows, row_stride, column_stride, code, columns, padded):
+    """Rows at an address into a block, each filled up with zeros to a whole number of registers."""
+    for j in range(rows):
+        row = move(block, j * padded)
+        fetch_row(row, columns, address + j * row_stride, column_stride, code)
+        for c in range(columns, padded):
+            row[c] = 0
+
+
+@njit(**HELPER)
+def load_whole(block, address, rows, strides, code, columns, padded):
+    """Rows of K or V in whole registers: `(pointer, elements from row to row)`, in place where they are so anyway."""
+    if columns == padded and in_place(block, address, strides, code):
+        return pointer_like(block, address), strides[2] // itemsize(block)
+    load_padded(block, address, rows, strides[2], strides[3], code, columns, padded)
+    return block, padded
+
+
+@njit(**STAGE)
+def load_row_term(term, address, keys, stride, code):
+    """A mask's or a bias's part of a row: `(some key is kept, some key is hidden)`."""
+    fetch_row(term, keys, address, stride, code)
+    if code == BOOL:
+        some, every = False, True
+        for j in range(keys):
+            some |= term[j] != 0
+            every &= term[j] != 0
+        return some, not every
+    return scan_bias(term, keys)
+
+
+# -- score -------------------------------------------------------------------------------------------------------------
+
+
+@njit(**STAGE)
+def multiply_keys(s, s_stride, k, k_stride, q, rows, keys, dim):
+    """S[row, key] = sum_t Q[row, t] K[key, t], a register of keys at a time for all rows, while the keys are in cache."""
+    n = register_width(s)
+    for j in range(0, keys - n + 1, n):
+        for r in range(rows):
+            dot_products(move(s, r * s_stride + j), move(k, j * k_stride), k_stride, move(q, r * dim), dim)
+    rest = keys % n
+    if rest != 0 and keys >= n:  # the last register's worth, computing some again
+        j = keys - n
+        for r in range(rows):
+            dot_products(move(s, r * s_stride + j), move(k, j * k_stride), k_stride, move(q, r * dim), dim)
+    elif rest != 0:
+        for r in range(rows):  # stride 0: every lane the same key
+            for j in range(keys):
+                dot_products(move(s, r * s_stride + j), move(k, j * k_stride), 0, move(q, r * dim), dim)
+
+
+@njit(**STAGE)
+def alibi_row(s, tiles, slope, position):
+    """position: of the row, counted from the block's first key."""
+    p, slope, width = real(s, position), real(s, slope), tile_width(s)
+    for t in range(tiles):
+        store(scores.with_alibi(load(s, t), slope, p, lanes_of(s, 0.0) + row_numbers(s, t * width)), s, t)
+
+
+@njit(**STAGE)
+def hide_row(s, tiles, first, last):
+    """-inf outside the keys first to last."""
+    width = tile_width(s)
+    for t in range(tiles):
+        low, high = np.int32(max(-1, first - t * width)), np.int32(min(width, last - t * width))
+        store(scores.hide(load(s, t), scores.between(row_numbers(s, 0), low, high)), s, t)
+
+
+@njit(**STAGE)
+def weigh_row(s, tiles, m, l):
+    """Scores to weights in place: `(m, l, alpha)` brought to the new reference."""
+    top = load(s, 0)
+    for t in range(1, tiles):
+        top = ops.maximum(top, load(s, t))
+    m_new, ref, alpha = recurrence.advance(lane(m), lane(top_of_lanes(top)))
+    ref = real(s, scalar(ref))
+    total = lanes_of(s, 0.0)
+    for t in range(tiles):
+        w = recurrence.weight(load(s, t), ref)
+        store(w, s, t)
+        total = total + w
+    return scalar(m_new), scalar(alpha * lane(l) + lane(sum_of_lanes(total))), scalar(alpha)
+
+
+@njit(**STAGE)
+def drop_row(s, tiles, i, key_index, h, b, round_keys, threshold, factor):
+    """Dropout along a row: every lane draws its key's counter and takes the word that is the key's own."""
+    width, factor, threshold = tile_width(s), real(s, factor), np.int32(threshold)
+    zero = row_numbers(s, 0) & 0
+    for t in range(tiles):
+        j = row_numbers(s, 0) + np.int32(key_index + t * width)
+        words = dropout.philox(j >> 2, zero + np.int32(i), zero + np.int32(h), zero + np.int32(b), round_keys)
+        word = ops.select((j & 2) != 0, words[2], words[0])
+        odd = ops.select((j & 2) != 0, words[3], words[1])
+        word = ops.select((j & 1) != 0, odd, word)
+        store(ops.select(dropout.kept(word, threshold), load(s, t) * factor, 0.0), s, t)
+
+
+# -- recur -------------------------------------------------------------------------------------------------------------
+
+
+@njit(**STAGE)
+def add_values(o, o_stride, alpha, v, v_stride, s, s_stride, rows, keys):
+    """O[row, c] = alpha[row] O[row, c] + sum_j P[row, j] V[j, c]"""
+    n = register_width(o)
+    r = 0
+    while r + ROWS <= rows:
+        to, p, a, c = move(o, r * o_stride), move(s, r * s_stride), move(alpha, r), 0
+        while c + WIDE * n <= o_stride:
+            value_step(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
+            c += WIDE * n
+        while c < o_stride:
+            value_step_narrow(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
+            c += n
+        r += ROWS
+    while r < rows:
+        to, p, a, c = move(o, r * o_stride), move(s, r * s_stride), move(alpha, r), 0
+        while c + LONG * n <= o_stride:
+            value_step_long(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
+            c += LONG * n
+        while c < o_stride:
+            value_step_1(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
+            c += n
+        r += 1
+
+
+@njit(**STAGE)
+def add_seen_values(o, alpha, v, v_stride, s, keys, columns, first, last, bias, has_bias, mask, has_mask):
+    """The same for one row where V holds NaN or infinity: a key that the row doesn't see is left out. Rare."""
+    for c in range(columns):
+        total = o[c] * 0
+        for j in range(keys):
+            seen = j >= first and j <= last
+            if has_bias:
+                seen = seen and bias[j] != -inf
+            if has_mask:
+                seen = seen and mask[j] != 0
+            if seen:
+                total += s[j] * v[j * v_stride + c]
+        o[c] = alpha * o[c] + total
+
+
+@njit(**STAGE)
+def merge_shares(o, m, l, first, shares, share_bytes, plan_m, plan_l, rows, o_stride):
+    """The state of all keys from the states of all shares, merged in the order of their keys."""
+    for r in range(rows):
+        row = move(o, r * o_stride)
+        top, total = lane(real(o, -inf)), lane(real(o, 0.0))
+        for c in range(o_stride):
+            row[c] = 0
+        for share in range(shares):
+            state = part(first, share * share_bytes)
+            share_m, share_l = part(state, plan_m)[r], part(state, plan_l)[r]
+            top, a, b = recurrence.merge_weights(top, lane(share_m))
+            total = a * total + b * lane(share_l)
+            mine, theirs, share_o = scalar(a), scalar(b), move(state, r * o_stride)
+            for c in range(o_stride):
+                row[c] = mine * row[c] + theirs * share_o[c]
+        m[r], l[r] = scalar(top), scalar(total)
+
+
+# -- one thread --------------------------------------------------------------------------------------------------------
+
+
+@njit(**HELPER)
+def attend_share(p, plan, item, scratch, control):
+    """One item: all rows of a group of query heads against one share of the keys."""
+    size, width = itemsize(scratch), tile_width(scratch)
+    group = min(p.k_group, p.v_group)
+    share, g = item % plan.shares, item // plan.shares
+    key_heads = p.heads // group
+    b, h0 = g // key_heads, g % key_heads * group
+    q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, queries, keys, shift, row_index = operands(p, b, h0)
+    rows, dim, o_stride, s_stride = group * p.queries, plan.padded_dim, plan.padded_value_dim, plan.score_stride
+    q, s, alpha = part(scratch, plan.queries), part(scratch, plan.scores), part(scratch, plan.alpha)
+    k_block, v_block = part(scratch, plan.keys), part(scratch, plan.values)
+    bias, mask, staging = part(scratch, plan.bias), part(scratch, plan.mask), part(scratch, plan.staging)
+    alone = plan.shares == 1
+    first_state = scratch if alone else pointer_like(scratch, plan.workspace + g * plan.shares * plan.state_bytes)
+    state = part(first_state, share * plan.state_bytes)
+    o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
+
+    scale = real(q, p.scale * of_head(p.k_scales, p.k_scale_strides, b, h0 // p.k_group, 1.0))
+    for r in range(rows):
+        at = q_at + r // p.queries * p.q_strides[1] + r % p.queries * p.q_strides[2]
+        load_padded(move(q, r * dim), at, 1, 0, p.q_strides[3], p.q_format, p.dim, dim)
+        for d in range(dim):
+            q[r * dim + d] *= scale
+        m[r], l[r] = -inf, 0
+    for c in range(rows * o_stride):
+        o[c] = 0
+
+    start, stop = scores.keys_seen_by_any(shift, shift + queries - 1, p.left, p.right, keys)
+    start, stop = max(start, share * plan.share_keys), min(stop, (share + 1) * plan.share_keys)
+    has_bias, has_mask = p.terms[0] != 0, p.terms[1] != 0
+    for j0 in range(start // plan.block_k * plan.block_k, stop, plan.block_k):
+        if read_flag(control + CANCEL) != 0:
+            return
+        j0, j1 = max(j0, start), min(j0 + plan.block_k, stop)
+        n = j1 - j0
+        tiles = (n + width - 1) // width
+        hides, kept = False, not (has_bias or has_mask)
+        for r in range(rows if has_bias or has_mask else 0):
+            h, i = r // p.queries, r % p.queries
+            row_kept = True
+            if has_bias:
+                at = bias_at + h * p.term_strides[0, 1] + i * p.term_strides[0, 2] + j0 * p.term_strides[0, 3]
+                row_kept, hidden = load_row_term(
+                    move(bias, r * s_stride), at, n, p.term_strides[0, 3], p.term_formats[0]
+                )
+                hides = hides | hidden
+            if has_mask:
+                at = mask_at + h * p.term_strides[1, 1] + i * p.term_strides[1, 2] + j0 * p.term_strides[1, 3]
+                mask_kept, hidden = load_row_term(
+                    move(mask, r * s_stride), at, n, p.term_strides[1, 3], p.term_formats[1]
+                )
+                row_kept, hides = row_kept & mask_kept, hides | hidden
+            kept = kept | row_kept
+        if not kept:
+            continue
+        k, k_stride = load_whole(k_block, k_at + j0 * p.k_strides[2], n, p.k_strides, p.k_format, p.dim, dim)
+        v_from = v_at + j0 * p.v_strides[2]
+        v, v_stride = load_whole(v_block, v_from, n, p.v_strides, p.v_format, p.value_dim, o_stride)
+
+        multiply_keys(s, s_stride, k, k_stride, q, rows, n, dim)
+        for r in range(rows):
+            row, h, i = move(s, r * s_stride), h0 + r // p.queries, r % p.queries
+            if p.softcap != 0.0:
+                softcap_scores(row, tiles, p.softcap)
+            slope = of_head(p.slopes, p.slope_strides, b, h, 0.0)
+            if slope != 0.0:
+                alibi_row(row, tiles, slope * scores.LOG2E, shift + i - j0)
+            if has_bias:
+                apply_term(row, move(bias, r * s_stride), tiles, p.term_formats[0] == BOOL)
+            if has_mask:
+                apply_term(row, move(mask, r * s_stride), tiles, p.term_formats[1] == BOOL)
+            for j in range(n, tiles * width):  # what fills the last tile is no key
+                row[j] = -inf
+            first, last = shift + i - p.left - j0, shift + i + p.right - j0
+            if i >= queries:
+                first, last = 0, -1
+            if first > 0 or last < n - 1:
+                hides = True
+                hide_row(row, tiles, first, last)
+            m[r], l[r], alpha[r] = weigh_row(row, tiles, m[r], l[r])
+            if p.drop_below != 0:
+                at = p.key_index + j0
+                drop_row(row, tiles, row_index + i, at, h, b, p.round_keys, p.drop_below, p.keep_factor)
+
+        if hides and not all_finite(v, n, p.value_dim, v_stride):
+            for r in range(rows):
+                i = r % p.queries
+                first, last = shift + i - p.left - j0, shift + i + p.right - j0
+                if i >= queries:
+                    first, last = 0, -1
+                add_seen_values(
+                    move(o, r * o_stride), alpha[r], v, v_stride, move(s, r * s_stride), n, p.value_dim, first, last,
+                    move(bias, r * s_stride), has_bias, move(mask, r * s_stride), has_mask,
+                )  # fmt: skip
+        else:
+            add_values(o, o_stride, alpha, v, v_stride, s, s_stride, rows, n)
+
+    if not alone:
+        if finish_ticket(plan.finished + g * 8) != plan.shares - 1:
+            return
+        o, m, l = part(scratch, plan.output), part(scratch, plan.maximum), part(scratch, plan.total)
+        merge_shares(
+            o, m, l, first_state, plan.shares, plan.state_bytes, plan.maximum, plan.total, rows, o_stride
+        )  # fmt: skip
+    v_scale = of_head(p.v_scales, p.v_scale_strides, b, h0 // p.v_group, 1.0)
+    for r in range(rows):
+        h, i = r // p.queries, r % p.queries
+        sink = of_head(p.sinks, p.sink_strides, b, h0 + h, -inf) * scores.LOG2E
+        top, a, of_sink = recurrence.merge_weights(lane(m[r]), lane(real(m, sink)))
+        total = a * lane(l[r]) + of_sink
+        pointer_like(o, lse_at + h * p.lse_strides[1] + i * size)[0] = scalar(recurrence.lse(top, total))
+        factor = scalar(a * recurrence.finish(total) * lane(real(m, v_scale)))
+        for c in range(p.value_dim):
+            staging[c] = o[r * o_stride + c] * factor
+        to = out_at + h * p.out_strides[1] + i * p.out_strides[2]
+        write_row(to, p.out_strides[3], p.out_format, staging, p.value_dim)
+
+
+def decode(problem, control, scratch):
+    """One thread: items until none is left or the call is cancelled. A C function like `forward.forward`."""
+    p, plan = problem_at(problem), control_at(control)
+    while read_flag(control + CANCEL) == 0:
+        item = take_ticket(control + TICKET)
+        if item >= plan.items:
+            return
+        attend_share(p, plan, item, scratch, control)
