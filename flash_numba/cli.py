@@ -1,6 +1,7 @@
 """The `flash-numba` command. It needs typer and rich (the extra `cli`); the library needs neither, and never prints."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import platform
@@ -277,6 +278,70 @@ def flops(q: np.ndarray, k: np.ndarray, v: np.ndarray, arguments: Any) -> float:
     rows = q.size // max(q.shape[-1], 1)
     keys = k.shape[-2 if arguments["layout"] == "bhsd" else -3]
     return 2.0 * rows * keys * (q.shape[-1] + v.shape[-1]) / (2 if arguments["causal"] else 1)
+
+
+# ---- bench
+
+
+class Shapes(str, Enum):
+    """`bench.shapes.SETS`, which isn't imported for the other commands."""
+
+    short = "short"
+    main = "main"
+    decode = "decode"
+    tiny = "tiny"
+    full = "full"
+    lengths = "lengths"
+
+
+@app.command("bench")
+def bench_command(
+    shapes: Annotated[
+        Shapes | None, typer.Option(help="Which problems. Default: main; lengths with --plot; short with --quick.")
+    ] = None,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="May be repeated. Default: float32.")] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="Only with the causal mask, or only without.")
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="numpy,torch,onnxruntime,openvino,jax or none. Default: those installed."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds. Default: 7, or 3 with --quick.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of every library. Default: all cores.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rounds, small problems.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw time and share of the ceiling.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")] = None,
+) -> None:
+    """Measure the machine's ceilings, then this library next to NumPy and others, each in a process of its own."""
+    from .bench import command
+
+    default = "lengths" if plot else "short" if quick else "main"
+    try:
+        names = command.chosen_peers(peers)
+    except ValueError as error:
+        fail(error)
+    problems = command.chosen_problems(
+        shapes.value if shapes else default, [d.value for d in dtype or [Dtype.float32]], causal
+    )
+    for path in filter(None, (plot, json_file)):
+        if not path.resolve().parent.is_dir():
+            fail(f"{path}: no such folder")  # before the minutes of measuring
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        fail('--plot needs matplotlib: pip install "flash_numba[bench]"')
+    count = rounds or (command.QUICK_ROUNDS if quick else command.FULL_ROUNDS)
+    patience = command.QUICK_PATIENCE if quick else command.ceilings.PATIENCE
+    try:
+        with Console(stderr=True).status("measuring") as status:
+            run = command.measure(problems, names, count, threads, patience, status.update)
+    except KeyboardInterrupt:
+        typer.echo("flash-numba: interrupted", err=True)
+        raise typer.Exit(130) from None
+    command.print_run(run)
+    if json_file:
+        command.write_json(run, json_file)
+    if plot:
+        command.write_plot(run, plot)
 
 
 if __name__ == "__main__":

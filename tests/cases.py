@@ -600,12 +600,18 @@ def rule_case(name, *rules, **rest):
 
 
 def pair_cases():
-    """Every rule alone, every pair; the dtype changes from one to the next, so that each rule meets every dtype."""
-    for number, rules in enumerate([*itertools.combinations(RULES, 1), *itertools.combinations(RULES, 2)]):
-        dtype = (FLOAT32, FLOAT64, FLOAT16, FLOAT32, BFLOAT16)[number % 5]
-        if "float8" in rules and dtype == FLOAT64:
-            dtype = FLOAT32
-        yield rule_case("+".join(rules) + f"-{dtype}", *rules, dtype=dtype)
+    """Every rule alone, every pair; the dtype changes from one to the next, so that each rule meets every dtype.
+
+    All of it for many query rows and for few, and each rule for few with more keys than one thread takes.
+    """
+    alone, pairs = [*itertools.combinations(RULES, 1)], [*itertools.combinations(RULES, 2)]
+    sizes = {"": {}, "-few": {"rows": 5}, "-few-long": {"rows": 3, "keys": 2100}}
+    for size, shape in sizes.items():
+        for number, rules in enumerate(alone if size == "-few-long" else alone + pairs):
+            dtype = (FLOAT32, FLOAT64, FLOAT16, FLOAT32, BFLOAT16)[number % 5]
+            if "float8" in rules and dtype == FLOAT64:
+                dtype = FLOAT32
+            yield rule_case("+".join(rules) + f"-{dtype}{size}", *rules, dtype=dtype, **shape)
 
 
 # ---- faults of other libraries, by name

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flash_numba
-from flash_numba import bands, check, dtypes, interface, ops, recurrence, reference
+from flash_numba import bands, check, dtypes, interface, ops, recurrence, reference, scores
 
 DTYPES = list(bands.TABLE)
 FLOAT32, FLOAT64, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(ml_dtypes.bfloat16)
@@ -229,6 +229,71 @@ def test_guard_saturating_scale(dtype, sign):
     out = flash_numba.attention(q, k, v, scale=sign * 1e300).astype(FLOAT64)
     np.testing.assert_allclose(out[0], 1 / 3, rtol=1e-2)
     np.testing.assert_array_equal(out[1:], np.eye(3)[[1, 0][::sign]])
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
+def test_guard_saturating_bias(dtype, rows):
+    """A finite bias times log2(e) stays finite: a row of the lowest is the mean of V. So its LSE saturates too."""
+    lowest = float(np.finfo(dtype).min)
+    q, k, v = normal(rows, 8, dtype=dtype), normal(300, 8, dtype=dtype), normal(300, 4, dtype=dtype, seed=1)
+    for low in (lowest, lowest / 1.2, lowest / 1.4):  # all below lowest / log2(e)
+        with np.errstate(over="ignore"):
+            assert scores.with_bias(dtype.type(1), dtype.type(low), dtype.type(lowest)) == lowest
+        out, lse = flash_numba.attention(q, k, v, bias=np.full(300, low, dtype), return_lse=True)
+        np.testing.assert_allclose(out, np.broadcast_to(v.mean(axis=0), out.shape), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(lse, lowest * math.log(2), rtol=1e-6)
+    exact = flash_numba.attention(q, k, v, bias=np.full(300, lowest / 1.5, dtype), return_lse=True)[1]
+    np.testing.assert_allclose(exact, lowest / 1.5, rtol=1e-6)
+    masked = flash_numba.attention(q, k, v, bias=np.full(300, -inf, dtype), return_lse=True)
+    assert (masked[0] == 0).all()
+    assert (masked[1] == -inf).all()
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_guard_softcap_is_bounded(dtype, rows):
+    """However large a score, infinite too, it is capped before anything is added, and what is hidden stays hidden."""
+    assert scores.softcapped(inf, 30.0, 1 / 30.0) == 30
+    assert scores.softcapped(-inf, 30.0, 1 / 30.0) == -30
+    assert math.isnan(scores.softcapped(nan, 30.0, 1 / 30.0))
+    q, k = np.ones((rows, 1), dtype), np.array([[inf], [0.0], [-inf], [1.0]]).astype(dtype)
+    v = np.eye(4).astype(dtype)
+    out, lse = flash_numba.attention(q, k, v, softcap=2.0, scale=1.0, mask=[True, True, True, False], return_lse=True)
+    weights = np.array([math.exp(2), 1, math.exp(-2), 0])
+    rounding = 1e-6 + bands.TABLE[dtype].roundoff
+    np.testing.assert_allclose(out.astype(FLOAT64), np.tile(weights / weights.sum(), (rows, 1)), rtol=rounding)
+    np.testing.assert_allclose(lse, math.log(weights.sum()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_guard_sink_is_merged_at_the_end(rows):
+    """As a partial state with the sink as maximum, a sum of 1 and no output: once, whatever parts there were."""
+    sink, keys = 3.0, normal(300, 8)
+    out, lse = flash_numba.attention(normal(rows, 8), keys, keys, return_lse=True)
+    with_sink, lse_with_sink = flash_numba.attention(normal(rows, 8), keys, keys, sinks=[sink], return_lse=True)
+    np.testing.assert_allclose(lse_with_sink, np.logaddexp(lse, sink), rtol=1e-6)
+    np.testing.assert_allclose(with_sink, out * np.exp(lse - lse_with_sink)[:, None], rtol=1e-5, atol=1e-7)
+    m, a, b = recurrence.merge_weights(-inf, sink)  # a row without a key
+    assert (m, a, b) == (sink, 0, 1)
+    assert recurrence.lse(m, a * 0.0 + b) == pytest.approx(sink * recurrence.LN2)
+    top, far = flash_numba.attention(normal(rows, 8), keys, keys, sinks=[1000.0], return_lse=True)
+    assert (top == 0).all()  # its weight underflows: no overflow of the sink's
+    np.testing.assert_allclose(far, 1000, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_guard_blocks_are_summed_from_zero(rows):
+    """0.1 times 300 000: added one by one in float32, that is off by 2.7e-3; a block at a time, a hundredth of it."""
+    keys = 300_000
+    naive = np.cumsum(np.full(keys, 0.1, FLOAT32), dtype=FLOAT32)[-1] / keys
+    assert abs(naive / np.float32(0.1) - 1) > 2e-3
+    q, k, v = np.zeros((rows, 1), FLOAT32), np.zeros((keys, 1), FLOAT32), np.full((keys, 1), 0.1, FLOAT32)
+    out, lse = flash_numba.attention(q, k, v, return_lse=True)
+    np.testing.assert_allclose(out, v[:rows], rtol=4e-5)
+    np.testing.assert_allclose(lse, math.log(keys), rtol=1e-6)
+    partial, _ = flash_numba.attention(q, k, v, mask=np.arange(keys) % 7 != 0, return_lse=True)
+    np.testing.assert_allclose(partial, v[:rows], rtol=4e-5)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, -30.0])

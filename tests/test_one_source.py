@@ -1,5 +1,6 @@
 """One source: the same formulas as Python floats, NumPy arrays, a lone compiled lane and a register tile of lanes."""
 
+import itertools
 import math
 import re
 
@@ -9,44 +10,55 @@ import pytest
 from numba import njit, types
 from numba.core.ccallback import CFunc
 
-from flash_numba import attention, dtypes, ops, recurrence, scores
+from flash_numba import attention, dropout, dtypes, ops, recurrence, reference, scores
 from flash_numba.cpu import forward
 from flash_numba.cpu.compile import MATH
 from flash_numba.cpu.simd import TILE, lane, lanes_of, load, pointer_to, row_numbers, scalar, store, tile_width
 
 AWKWARD = [0.0, -0.0, 1.0, -1.0, 0.5, -126.0, -126.4, -126.6, -127.5, -150.0, -1e30, -math.inf, math.nan]
 REALS = {np.float32: types.float32, np.float64: types.float64}
+NUMBERS = {**REALS, np.int32: types.int32}
+
+
+def rows_of_lanes(formula, arity):
+    """formula on row j of `arity` columns that stand `rows` rows apart."""
+    return {
+        1: njit(lambda a, j, rows: formula(load(a, j))),
+        2: njit(lambda a, j, rows: formula(load(a, j), load(a, rows + j))),
+        3: njit(lambda a, j, rows: formula(load(a, j), load(a, rows + j), load(a, 2 * rows + j))),
+        4: njit(lambda a, j, n: formula(load(a, j), load(a, n + j), load(a, 2 * n + j), load(a, 3 * n + j))),
+    }[arity]
+
+
+def lone_lanes(formula, arity):
+    """The same for a single number each."""
+    return {
+        1: njit(lambda a, i, n: formula(lane(a[i]))),
+        2: njit(lambda a, i, n: formula(lane(a[i]), lane(a[n + i]))),
+        3: njit(lambda a, i, n: formula(lane(a[i]), lane(a[n + i]), lane(a[2 * n + i]))),
+        4: njit(lambda a, i, n: formula(lane(a[i]), lane(a[n + i]), lane(a[2 * n + i]), lane(a[3 * n + i]))),
+    }[arity]
 
 
 def on_tile(formula, *columns):
     """Apply a formula of lanes to columns of numbers through whole register tiles, and through lone lanes."""
-    dtype = columns[0].dtype.type
-    at = pointer_to(REALS[dtype])
-    arity, width = len(columns), TILE.width(REALS[dtype])
+    kind = NUMBERS[columns[0].dtype.type]
+    at, width = pointer_to(kind), TILE.width(kind)
     n = -(-columns[0].size // width) * width
-    padded = np.ones((arity, n), dtype)
+    padded = np.ones((len(columns), n), columns[0].dtype)
     for row, column in zip(padded, columns, strict=True):
         row[: column.size] = column
-    out = np.zeros((2, n), dtype)
-    if arity == 1:
+    out = np.zeros((2, n), columns[0].dtype)
+    tile, lone = rows_of_lanes(formula, len(columns)), lone_lanes(formula, len(columns))
 
-        @njit(**MATH)
-        def run(a, o, n):
-            a, o = at(a), at(o)
-            for j in range(n // tile_width(a)):
-                store(formula(load(a, j)), o, j)
-            for i in range(n):
-                o[n + i] = scalar(formula(lane(a[i])))
-    else:
-
-        @njit(**MATH)
-        def run(a, o, n):
-            a, o = at(a), at(o)
-            rows = n // tile_width(a)
-            for j in range(rows):
-                store(formula(load(a, j), load(a, rows + j)), o, j)
-            for i in range(n):
-                o[n + i] = scalar(formula(lane(a[i]), lane(a[n + i])))
+    @njit(**MATH)
+    def run(a, o, n):
+        a, o = at(a), at(o)
+        rows = n // tile_width(a)
+        for j in range(rows):
+            store(tile(a, j, rows), o, j)
+        for i in range(n):
+            o[n + i] = scalar(lone(a, i, n))
 
     run(padded.ctypes.data, out.ctypes.data, n)
     return out[0, : columns[0].size], out[1, : columns[0].size]
@@ -114,8 +126,157 @@ def test_formulas_agree_on_numpy_and_lanes(dtype):
     l = np.concatenate([rng.random(100) * 50 + 1, [0.0, 1.0, np.nan, np.inf]]).astype(dtype)
     for got in on_tile(njit(lambda l: recurrence.finish(l)), l):
         np.testing.assert_allclose(got, recurrence.finish(l), **close)
-    seen = np.arange(l.size) % 2 == 0
-    np.testing.assert_array_equal(scores.hide(l, seen), np.where(seen, l, -np.inf))
+
+
+def units(got, exact):
+    """Errors in units of the last place of the exact number."""
+    return np.abs(got.astype(np.float64) - exact) / np.spacing(np.abs(exact).astype(got.dtype)).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_tanh_on_lanes(dtype):
+    rng = np.random.default_rng(4)
+    small = np.concatenate([np.logspace(-30, 1.5, 4000), rng.random(4000) * 10, [0.0, 20.0, 1e30, np.inf]])
+    x = np.concatenate([small, -small, [np.nan]]).astype(dtype)
+    exact = np.tanh(x.astype(np.longdouble)).astype(np.float64)
+    tile, lone = on_tile(njit(lambda x: ops.tanh(x)), x)
+    np.testing.assert_array_equal(tile, lone)
+    assert np.isnan(tile[-1])
+    if dtype is np.float32:
+        assert units(tile[:-1], exact[:-1]).max() <= 4.5
+    else:
+        assert np.abs(tile[:-1] - exact[:-1]).max() <= 3e-16
+    assert np.abs(tile[:-1]).max() <= 1
+    half = small.size
+    np.testing.assert_array_equal(tile[:half], -tile[half:-1])  # odd
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_score_rules_agree_on_numpy_and_lanes(dtype):
+    """Each formula of scores.py, with the special values that its rule has a meaning for."""
+    rng = np.random.default_rng(5)
+    close = {"rtol": 1e-6 if dtype is np.float32 else 1e-14}
+    s = np.concatenate([rng.standard_normal(200) * 20, AWKWARD]).astype(dtype)
+
+    cap = np.concatenate([rng.uniform(0.1, 60, 200), np.full(len(AWKWARD), 30.0)]).astype(dtype)
+    for got in on_tile(njit(lambda s, cap: scores.softcapped(s, cap, 1.0 / cap)), s, cap):
+        np.testing.assert_allclose(got, scores.softcapped(s, cap, 1 / cap), **close)
+        exact = cap.astype(np.float64) * np.tanh(s.astype(np.float64) / cap)
+        np.testing.assert_allclose(got, exact, rtol=5e-7 if dtype is np.float32 else 1e-14, atol=1e-15)
+
+    slope, p, j = (rng.uniform(0, 1, s.size).astype(dtype), *rng.integers(-50, 500, (2, s.size)).astype(dtype))
+    exact = s.astype(np.float64) - slope.astype(np.float64) * np.abs(p - j)
+    for got in on_tile(njit(lambda s, slope, p, j: scores.with_alibi(s, slope, p, j)), s, slope, p, j):
+        np.testing.assert_allclose(got, scores.with_alibi(s, slope, p, j), **close, atol=100 * np.finfo(dtype).eps)
+        np.testing.assert_allclose(got, exact, rtol=close["rtol"], atol=500 * np.finfo(dtype).eps)
+
+    limits = np.finfo(dtype)
+    special = [-np.inf, limits.min, limits.min / 2, limits.min / 1.5, -1e9, 0.0, np.nan]
+    bias = np.concatenate([rng.standard_normal(s.size - len(special)) * 5, special]).astype(dtype)
+    plain = np.concatenate([s[: -len(special)], np.full(len(special), 2.5)]).astype(dtype)
+    lowest = np.full_like(s, limits.min)
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = scores.with_bias(plain, bias, lowest)
+        exact = plain + np.maximum(bias.astype(np.float64) * scores.LOG2E, limits.min)
+        exact[bias == -np.inf] = -np.inf
+    for got in on_tile(njit(lambda s, bias, lowest: scores.with_bias(s, bias, lowest)), plain, bias, lowest):
+        np.testing.assert_allclose(got, want, **close)
+        np.testing.assert_allclose(got, exact, rtol=close["rtol"], atol=20 * limits.eps)
+        assert got[-len(special)] == -np.inf  # a mask
+        assert np.isfinite(got[1 - len(special) : -1]).all()  # numbers, however low
+    hidden = np.full_like(s, np.nan)
+    hidden[::2] = 1
+    for got in on_tile(njit(lambda s, seen: scores.hide(s, seen == 1.0)), s, hidden):
+        np.testing.assert_array_equal(got, scores.hide(s, hidden == 1))
+        np.testing.assert_array_equal(got, np.where(hidden == 1, s, -np.inf))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, *REALS])
+def test_between_includes_both_ends(dtype):
+    j, first, last = (x.ravel().astype(dtype) for x in np.meshgrid(*[np.arange(-3, 4)] * 3))
+    want = (first <= j) & (j <= last)
+    np.testing.assert_array_equal(scores.between(j, first, last), want)
+    one_or_nothing = njit(lambda j, first, last: ops.select(scores.between(j, first, last), j * 0 + 1, j * 0))
+    for got in on_tile(one_or_nothing, j, first, last):
+        np.testing.assert_array_equal(got == 1, want)
+
+
+def test_ranges_of_keys_are_those_between():
+    """What some row of a tile sees, and what every one does, by trying all keys."""
+    for first, last, left, right, keys in itertools.product(range(-3, 7), range(-3, 9), range(4), range(4), (0, 1, 5)):
+        if last < first:
+            continue
+        seen = [[scores.between(j, p - left, p + right) for j in range(keys)] for p in range(first, last + 1)]
+        some, every = np.any(seen, axis=0), np.all(seen, axis=0)
+        start, stop = scores.keys_seen_by_any(first, last, left, right, keys)
+        assert 0 <= start <= stop <= max(keys, start)
+        assert [j for j in range(keys) if start <= j < stop] == list(np.flatnonzero(some))
+        start, stop = scores.keys_seen_by_all(first, last, left, right, keys)
+        assert [j for j in range(keys) if start <= j < stop] == list(np.flatnonzero(every))
+
+
+# ---- the dropout generator
+
+KNOWN_ANSWERS = [  # Random123's kat_vectors for philox4x32, 10 rounds: counter, key, words
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def signed(x):
+    return np.asarray(x, np.int64).astype(np.uint32).view(np.int32)
+
+
+def test_mul_high_on_numpy_and_lanes():
+    rng = np.random.default_rng(6)
+    edges = signed([0, 1, 2, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0xD2511F53])
+    a, b = (x.ravel() for x in np.meshgrid(edges, edges))
+    a, b = (np.concatenate([x, signed(rng.integers(0, 2**32, 200))]) for x in (a, b))
+    want = [int(x) * int(y) >> 32 for x, y in zip(a.view(np.uint32), b.view(np.uint32), strict=True)]
+    np.testing.assert_array_equal(ops.mul_high(a, b).view(np.uint32), want)
+    for got in on_tile(njit(lambda a, b: ops.mul_high(a, b)), a, b):
+        np.testing.assert_array_equal(got.view(np.uint32), want)
+    constant = dropout.MULTIPLIER_0
+    want = [int(x) * 0xD2511F53 >> 32 for x in a.view(np.uint32)]
+    for got in on_tile(njit(lambda a: ops.mul_high(a, constant)), a):
+        np.testing.assert_array_equal(got.view(np.uint32), want)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers_on_numpy(counter, key, words):
+    keys = dropout.round_keys(key[0] + (key[1] << 32))
+    assert all(-(2**31) <= k < 2**31 for k in keys)
+    got = dropout.philox(*(signed([c]) for c in counter), signed(keys))
+    assert tuple(int(w.view(np.uint32)[0]) for w in got) == words
+
+
+def test_philox_on_lanes():
+    """A known answer and random counters, as NumPy and the oracle have them."""
+    rng = np.random.default_rng(7)
+    known, key, _ = KNOWN_ANSWERS[-1]
+    keys = signed(dropout.round_keys(key[0] + (key[1] << 32)))
+    counters = np.concatenate([signed(known)[:, None], signed(rng.integers(0, 2**32, (4, 100)))], axis=1)
+    want = dropout.philox(*counters, keys)
+    oracle = reference.philox(counters.view(np.uint32), key)
+    keys_at, address = pointer_to(types.int32), keys.ctypes.data
+    for word in range(4):
+        np.testing.assert_array_equal(want[word].view(np.uint32), oracle[word])
+        formula = njit(lambda a, b, c, d: dropout.philox(a, b, c, d, keys_at(address))[word])  # noqa: B023
+        for got in on_tile(formula, *counters):
+            np.testing.assert_array_equal(got, want[word])
+
+
+def test_words_are_compared_as_unsigned_numbers():
+    word, threshold = (x.ravel() for x in np.meshgrid(*[signed([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])] * 2))
+    want = word.view(np.uint32) >= threshold.view(np.uint32)
+    np.testing.assert_array_equal(dropout.kept(word, threshold), want)
+    for got in on_tile(njit(lambda w, t: ops.select(dropout.kept(w, t), w * 0 + 1, w * 0)), word, threshold):
+        np.testing.assert_array_equal(got == 1, want)
 
 
 def test_merge_weights_bring_two_states_together():

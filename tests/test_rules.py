@@ -19,9 +19,12 @@ from test_conformance import assert_within, expect_call, normal, same_bits
 
 from flash_numba import attention, reference
 from flash_numba.cpu import launch
+from flash_numba.cpu.plan import FEW_QUERIES
 
 INF, NAN = math.inf, math.nan
 LINUX = sys.platform.startswith("linux")
+few_or_many = pytest.mark.parametrize("rows", [3, 70])  # queries: each is a kernel of its own
+assert 3 <= FEW_QUERIES < 20
 
 
 def qkv(rows, keys, *, batch=2, heads=4, kv_heads=2, dim=16, dtype=FLOAT32):
@@ -65,10 +68,11 @@ def test_seen_keys_are_those_of_the_definition(rows, keys, causal, window):
     mean_of_seen(seen, normal(keys, 3, dtype=FLOAT64), causal=causal, window=window)
 
 
+@pytest.mark.parametrize("rows", [7, 210])
 @pytest.mark.parametrize("offset", [-400, -3, 0, 5, 140, 500])
 @pytest.mark.parametrize("window", [None, (10, 2)])
-def test_seen_keys_at_an_offset(offset, window):
-    rows, keys = 210, 300
+def test_seen_keys_at_an_offset(rows, offset, window):
+    keys = 300
     p, j = np.arange(rows)[:, None] + offset, np.arange(keys)
     seen = j <= p
     if window is not None:
@@ -76,8 +80,9 @@ def test_seen_keys_at_an_offset(offset, window):
     mean_of_seen(seen, normal(keys, 3, dtype=FLOAT64), causal=True, window=window, q_offset=offset)
 
 
-def test_an_offset_as_large_as_allowed():
-    q, k, v = qkv(5, 7)
+@few_or_many
+def test_an_offset_as_large_as_allowed(rows):
+    q, k, v = qkv(rows, 150)
     for offset in (2**40, 10**9):
         assert same_bits(attention(q, k, v, causal=True, q_offset=offset), attention(q, k, v))
         out, lse = attention(q, k, v, causal=True, q_offset=-offset, return_lse=True)
@@ -88,7 +93,7 @@ def test_an_offset_as_large_as_allowed():
 
 def test_right_padded_causal_self_attention():
     """A padded batch gives each sequence what it gives alone, to the bit, and zeros in the padding."""
-    lengths = [7, 30, 0, 300]
+    lengths = [20, 70, 0, 300]
     q, k, v = qkv(300, 300, batch=4)
     padded, padded_lse = attention(q, k, v, causal=True, q_lengths=lengths, kv_lengths=lengths, return_lse=True)
     for b, n in enumerate(lengths):
@@ -99,9 +104,10 @@ def test_right_padded_causal_self_attention():
         assert (padded_lse[b, :, n:] == -INF).all()
 
 
-def test_padding_holds_anything():
-    q, k, v = qkv(40, 50)
-    lengths = {"q_lengths": [3, 33], "kv_lengths": [50, 31]}
+@few_or_many
+def test_padding_holds_anything(rows):
+    q, k, v = qkv(rows, 50)
+    lengths = {"q_lengths": [2, rows], "kv_lengths": [50, 31]}
     want = attention(q, k, v, causal=True, return_lse=True, **lengths)
     for b in range(2):
         q[b, :, lengths["q_lengths"][b] :] = NAN
@@ -112,26 +118,28 @@ def test_padding_holds_anything():
     assert same_bits(got[1], want[1])
 
 
-def test_softcap_comes_before_the_mask():
+@few_or_many
+def test_softcap_comes_before_the_mask(rows):
     """Capped afterwards, a hidden key would have -softcap instead of -inf, and weight."""
-    q, k = np.zeros((2, 4), FLOAT32), np.zeros((300, 4), FLOAT32)
+    q, k = np.zeros((rows, 4), FLOAT32), np.zeros((300, 4), FLOAT32)
     v = np.ones((300, 1), FLOAT32)
     v[200:] = 1e6
     hidden = np.arange(300) < 200
     for rule in ({"mask": hidden}, {"bias": np.where(hidden, 0, -INF)}, {"kv_lengths": 200}):
         np.testing.assert_allclose(attention(q, k, v, softcap=0.5, **rule), 1, rtol=1e-6)
-    out = attention(q, k, v, softcap=0.5, causal=True, q_offset=150)
+    out = attention(q, k, v, softcap=0.5, causal=True, q_offset=200 - rows)
     np.testing.assert_allclose(out, 1, rtol=1e-6)
 
 
+@few_or_many
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
-def test_softcap_comes_after_the_scale_and_before_bias_and_alibi(dtype):
-    """Scores of 4 * 8 are capped to 2; a bias of 10 and 3 steps of ALiBi aren't."""
-    q, k = np.full((1, 1), 4, dtype), np.array([[8], [0]], dtype)
-    bias = np.array([[10.0, 0.0]])
+def test_softcap_comes_after_the_scale_and_before_bias_and_alibi(rows, dtype):
+    """A score of 32 is capped to 2; a bias of 10 and a step of ALiBi aren't."""
+    q, k = np.full((rows, 1), 4, dtype), np.array([[8], [0]], dtype)
+    bias = np.array([10.0, 0.0])
     lse = attention(q, k, k, scale=1.0, softcap=2.0, bias=bias, alibi_slopes=[1.5], return_lse=True)[1]
     capped = 2 * math.tanh(32 / 2)
-    assert lse[0] == pytest.approx(math.log(math.exp(capped + 10 - 1.5) + 1), rel=1e-6)
+    assert lse[-1] == pytest.approx(math.log(math.exp(capped + 10 - 1.5) + 1), rel=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(3, 7), (7, 3), (150, 300)])
@@ -145,11 +153,12 @@ def test_alibi_is_0_at_the_rows_own_position(rows, keys, causal):
     np.testing.assert_array_equal(out[:, 0], np.where(seen_at_all, np.clip(p, 0, keys - 1), 0))
 
 
+@pytest.mark.parametrize("rows", [10, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_first_blocks_hidden_from_some_rows(dtype):
+def test_first_blocks_hidden_from_some_rows(dtype, rows):
     """A row's state is still (-inf, 0, 0) when its first key comes, in a block of its own or of others."""
-    q, k, v = qkv(40, 400, dtype=dtype)
-    first = (np.arange(40) * 10)[:, None]
+    q, k, v = qkv(rows, 400, dtype=dtype)
+    first = 390 - np.arange(rows)[::-1, None] * 400 // rows
     seen = np.arange(400) >= first
     for rule in ({"mask": seen}, {"bias": np.where(seen, 0.0, -INF)}):
         got = attention(q, k, v, return_lse=True, **rule)
@@ -160,10 +169,11 @@ def test_first_blocks_hidden_from_some_rows(dtype):
 
 
 @pytest.mark.parametrize("rule", ["mask", "bias", "kv_lengths", "window", "causal", "all at once"])
-def test_rows_without_a_key_are_0_and_minus_infinity(rule):
-    q, k, v = qkv(40, 60)
+@few_or_many
+def test_rows_without_a_key_are_0_and_minus_infinity(rule, rows):
+    q, k, v = qkv(rows, 60)
     hide = {
-        "mask": {"mask": np.zeros((40, 60), bool)},
+        "mask": {"mask": np.zeros((rows, 60), bool)},
         "bias": {"bias": np.full((60,), -INF)},
         "kv_lengths": {"kv_lengths": [0, 0]},
         "window": {"window": (1, 1), "q_offset": 200},
@@ -188,24 +198,26 @@ BIAS_FORMATS = [*DTYPES, *map(np.dtype, (">f8", ">f4", ">f2", bool))]
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64, FLOAT16], ids=str)
 @pytest.mark.parametrize("format", BIAS_FORMATS, ids=str)
-def test_bias_of_any_format(dtype, format):
+@few_or_many
+def test_bias_of_any_format(dtype, format, rows):
     """As the same numbers in the kernel's own format, to the bit."""
-    q, k, v = qkv(70, 150, dtype=dtype)
-    bias = normal(2, 4, 70, 150).astype(format)
+    q, k, v = qkv(rows, 150, dtype=dtype)
+    bias = normal(2, 4, rows, 150).astype(format)
     if format != bool:
-        bias[normal(2, 4, 70, 150, seed=1) > 0.5] = -INF
-        bias[0, 0, 3] = np.array(ml_dtypes.finfo(bias.dtype.newbyteorder("=")).min, format)
-    wide = bias if format == bool else bias.astype(FLOAT64 if dtype == FLOAT64 else FLOAT32)
+        bias[normal(2, 4, rows, 150, seed=1) > 0.5] = -INF
+        bias[0, 0, 1] = np.array(ml_dtypes.finfo(bias.dtype.newbyteorder("=")).min, format)
+    with np.errstate(over="ignore"):
+        wide = bias if format == bool else bias.astype(FLOAT64 if dtype == FLOAT64 else FLOAT32)
     if format.newbyteorder("=") == FLOAT64 and dtype != FLOAT64:
-        wide[0, 0, 3] = np.finfo(np.float32).min  # what lies beyond is as low as it gets, and no mask
+        wide[0, 0, 1] = np.finfo(np.float32).min  # what lies beyond is as low as it gets, and no mask
     want = attention(q, k, v, bias=wide, return_lse=True)
     for name in ("bias", "mask"):
         got = attention(q, k, v, return_lse=True, **{name: bias})
         assert same_bits(got[0], want[0])
         assert same_bits(got[1], want[1])
-    assert np.isfinite(want[1][0, 0, 3]).all()
+    assert np.isfinite(want[1][0, 0, 1])
     # strided, as a slice of something larger and transposed
-    larger = np.zeros((2, 4, 150, 141), format)[..., ::2].swapaxes(-1, -2)[:, :, :70]
+    larger = np.zeros((2, 4, 150, 141), format)[..., ::2].swapaxes(-1, -2)[:, :, :rows]
     larger[...] = bias
     got = attention(q, k, v, bias=larger[:, ::-1], return_lse=True)
     again = attention(q, k, v, bias=np.ascontiguousarray(larger[:, ::-1]), return_lse=True)
@@ -215,12 +227,13 @@ def test_bias_of_any_format(dtype, format):
     assert same_bits(attention(q, k, v, bias=unaligned), want[0])
 
 
+@pytest.mark.parametrize("rows", [6, 20])
 @pytest.mark.parametrize("low", [-1e30, -1e39, -1e300, float(np.finfo(np.float64).min)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_float64_bias_beyond_the_kernels_range_is_a_number(dtype, low):
+def test_float64_bias_beyond_the_kernels_range_is_a_number(dtype, low, rows):
     """A row of it is the mean of V; one key of it has no weight; only -inf is a mask."""
-    q, k, v = qkv(6, 300, dtype=dtype)
-    bias = np.zeros((6, 300))
+    q, k, v = qkv(rows, 300, dtype=dtype)
+    bias = np.zeros((rows, 300))
     bias[2] = low
     bias[3, ::2] = low
     bias[4] = -INF
@@ -240,47 +253,50 @@ def test_float64_bias_beyond_the_kernels_range_is_a_number(dtype, low):
     assert np.isfinite(lse[:, :, [2, 3, 5]]).all()
 
 
+@few_or_many
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
-def test_the_highest_finite_bias_takes_all_the_weight(dtype):
+def test_the_highest_finite_bias_takes_all_the_weight(dtype, rows):
     """As in the plain formula: it is a number too."""
-    q, k, v = qkv(5, 40, dtype=dtype)
+    q, k, v = qkv(rows, 40, dtype=dtype)
     bias = np.zeros(40, dtype)
     bias[17] = np.finfo(dtype).max
     out = attention(q, k, v, bias=bias)
     np.testing.assert_allclose(out, np.broadcast_to(np.repeat(v[:, :, 17:18], 2, axis=1), out.shape), rtol=1e-6)
 
 
-def test_bias_and_mask_together():
-    q, k, v = qkv(70, 150)
-    bias, mask = normal(70, 150), normal(70, 150, seed=1) > 0
+@few_or_many
+def test_bias_and_mask_together(rows):
+    q, k, v = qkv(rows, 150)
+    bias, mask, other = normal(rows, 150), normal(rows, 150, seed=1) > 0, normal(rows, 150, seed=2)
     got = attention(q, k, v, bias=bias, mask=mask, return_lse=True)
     assert_right(got, q, k, v, bias=bias, mask=mask)
     merged = attention(q, k, v, bias=np.where(mask, bias, -INF).astype(FLOAT32), return_lse=True)
     assert same_bits(got[0], merged[0])
     assert same_bits(got[1], merged[1])
-    # two of a kind, and swapped names
-    both = attention(q, k, v, bias=mask, mask=normal(70, 150, seed=2) > 0)
-    assert same_bits(both, attention(q, k, v, mask=mask & (normal(70, 150, seed=2) > 0)))
+    # two of a kind, and in each other's place
+    assert same_bits(attention(q, k, v, bias=mask, mask=other > 0), attention(q, k, v, mask=mask & (other > 0)))
     assert same_bits(attention(q, k, v, bias=mask, mask=bias), got[0])
-    two = attention(q, k, v, bias=bias, mask=normal(70, 150, seed=3), return_lse=True)
-    assert_right(two, q, k, v, bias=bias.astype(FLOAT64) + normal(70, 150, seed=3))
+    for second in (other, np.where(other < -1, -INF, other)):
+        two = attention(q, k, v, bias=bias, mask=second, return_lse=True)
+        assert_right(two, q, k, v, bias=bias, mask=second)
 
 
-def test_nan_of_a_bias():
+@few_or_many
+def test_nan_of_a_bias(rows):
     """Seen, it makes its row NaN, and no other; under a mask, none."""
-    q, k, v = qkv(30, 150)
+    q, k, v = qkv(rows, 150)
     clean = attention(q, k, v)
-    bias = np.zeros((30, 150))
-    bias[4, 140] = NAN
+    bias = np.zeros((rows, 150))
+    bias[1, 148] = NAN
     out = attention(q, k, v, bias=bias)
-    assert np.isnan(out[:, :, 4]).all()
-    others = np.arange(30) != 4
+    assert np.isnan(out[:, :, 1]).all()
+    others = np.arange(rows) != 1
     np.testing.assert_allclose(out[:, :, others], clean[:, :, others], rtol=1e-5, atol=1e-6)
-    mask = np.ones((30, 150), bool)
-    mask[4, 140] = False
+    mask = np.ones((rows, 150), bool)
+    mask[1, 148] = False
     hidden = attention(q, k, v, bias=bias, mask=mask)
     assert same_bits(hidden, attention(q, k, v, bias=np.nan_to_num(bias), mask=mask))
-    assert not np.isnan(attention(q, k, v, bias=bias, kv_lengths=140)).any()
+    assert not np.isnan(attention(q, k, v, bias=bias, kv_lengths=148)).any()
     assert not np.isnan(attention(q, k, v, bias=bias, causal="top-left")).any()
 
 
@@ -304,6 +320,52 @@ def test_stride_0_is_never_written_out(kind, monkeypatch):
     assert peak < q.size * 4 + 2_000_000  # the output and a thread's scratch
 
 
+# ---- numbers that are finite, but not in the kernel's own format
+
+
+@few_or_many
+@pytest.mark.parametrize("softcap", [1e39, 1.7e308])
+def test_a_cap_beyond_the_range_caps_nothing(rows, softcap):
+    q, k, v = qkv(rows, 150)
+    np.testing.assert_allclose(attention(q, k, v, softcap=softcap), attention(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+@few_or_many
+@pytest.mark.parametrize("softcap", [1e-40, 1e-46, 1e-320])
+def test_a_cap_below_the_range_makes_all_keys_alike(rows, softcap):
+    q, k, v = qkv(rows, 150)
+    q[:, :, 1] = 0
+    mean = np.repeat(v.mean(axis=2, keepdims=True), 2, axis=1)
+    np.testing.assert_allclose(attention(q, k, v, softcap=softcap), np.broadcast_to(mean, q.shape), atol=1e-6)
+
+
+@few_or_many
+def test_a_slope_beyond_the_range_leaves_the_rows_own_key(rows):
+    q, k, v = qkv(rows, 150)
+    out = attention(q, k, v, alibi_slopes=np.full(4, 1e39))
+    np.testing.assert_allclose(out, np.repeat(v[:, :, -rows:], 2, axis=1), rtol=1e-6)
+
+
+@few_or_many
+def test_a_sink_beyond_the_range_takes_all_the_weight(rows):
+    q, k, v = qkv(rows, 150)
+    plain, plain_lse = attention(q, k, v, return_lse=True)
+    out, lse = attention(q, k, v, sinks=[1e39, -1e39, 1e300, -1e300], return_lse=True)
+    assert (out[:, ::2] == 0).all()
+    assert (lse[:, ::2] > 1e38).all()
+    assert same_bits(np.ascontiguousarray(out[:, 1::2]), np.ascontiguousarray(plain[:, 1::2]))
+    assert same_bits(np.ascontiguousarray(lse[:, 1::2]), np.ascontiguousarray(plain_lse[:, 1::2]))
+
+
+@few_or_many
+@pytest.mark.parametrize("options", [{"scale": 1e30, "k_scale": 1e30}, {"k_scale": 1e39}, {"scale": 1e39}], ids=str)
+def test_a_scale_beyond_the_range_leaves_a_query_of_zeros_alone(rows, options):
+    q, k, v = qkv(rows, 150)
+    q[...] = 0
+    mean = np.repeat(v.mean(axis=2, keepdims=True), 2, axis=1)
+    np.testing.assert_allclose(attention(q, k, v, **options), np.broadcast_to(mean, q.shape), atol=1e-6)
+
+
 # ---- dropout
 
 
@@ -319,19 +381,20 @@ def kept_by_kernel(q_shape, keys, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_drops_the_oracles_keys(dtype, p):
+@few_or_many
+def test_dropout_drops_the_oracles_keys(dtype, p, rows):
     for seed in (0, 1, 2**32, 2**63 + 12345, 2**64 - 1):
-        out = kept_by_kernel((2, 3, 40, 1), 150, dropout=p, seed=seed, dtype=dtype)
-        want = reference.attention(
-            np.zeros((2, 3, 40, 1)), np.zeros((2, 1, 150, 1)), np.eye(150), dropout=p, seed=seed
-        )  # fmt: skip
+        out = kept_by_kernel((2, 3, rows, 1), 150, dropout=p, seed=seed, dtype=dtype)
+        zeros = np.zeros((2, 3, rows, 1)), np.zeros((2, 1, 150, 1))
+        want = reference.attention(*zeros, np.eye(150), dropout=p, seed=seed)
         np.testing.assert_array_equal(out > 0, want > 0)
         np.testing.assert_allclose(out.astype(FLOAT64), want, rtol=1e-6 + float(ml_dtypes.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("offset", [0, 3, 2**31 - 20, 2**32 - 5, -7])
-def test_dropout_counts_rows_from_the_offset(offset):
-    q, k, v = np.zeros((1, 1, 40, 1)), np.zeros((1, 1, 50, 1)), np.eye(50)
+@few_or_many
+@pytest.mark.parametrize("offset", [0, 3, 2**31 - 2, 2**32 - 1, -7])
+def test_dropout_counts_rows_from_the_offset(offset, rows):
+    q, k, v = np.zeros((1, 1, rows, 1)), np.zeros((1, 1, 50, 1)), np.eye(50)
     out = attention(q, k, v, dropout=0.5, seed=9, q_offset=offset)
     np.testing.assert_array_equal(out > 0, reference.attention(q, k, v, dropout=0.5, seed=9, q_offset=offset) > 0)
 
@@ -364,9 +427,10 @@ def test_dropout_leaves_the_mean_as_it_was():
     assert (np.abs(out.mean(axis=0) - want[0]) < 5 * error).all()
 
 
+@few_or_many
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_dropout_to_the_bit(dtype):
-    q, k, v = qkv(70, 150, dtype=dtype)
+def test_no_dropout_to_the_bit(dtype, rows):
+    q, k, v = qkv(rows, 150, dtype=dtype)
     plain, plain_lse = attention(q, k, v, causal=True, return_lse=True)
     for options in ({"dropout": 0.0}, {"dropout": 0, "seed": 3}, {"dropout": 0.5, "training": False}):
         got, lse = attention(q, k, v, causal=True, return_lse=True, **options)
@@ -418,28 +482,32 @@ def every_number(dtype):
 def test_every_8_bit_value(dtype, kv_dtype):
     """A single key's value is the output; in the other order of columns, the strided way in."""
     numbers = every_number(kv_dtype)
-    one = np.ones((1, 1), dtype)
+    one, many = (np.ones((n, 1), dtype) for n in (1, 20))
     for v in (numbers, numbers[::-1], np.repeat(numbers, 3)[::3]):
-        out = attention(one, one.astype(kv_dtype), v[None])[0]
-        np.testing.assert_array_equal(out.astype(FLOAT64), v.astype(FLOAT64))
+        for q in (one, many):
+            out = attention(q, one.astype(kv_dtype), v[None])[-1]
+            np.testing.assert_array_equal(out.astype(FLOAT64), v.astype(FLOAT64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_dtype", FLOAT8, ids=str)
-def test_every_8_bit_key(dtype, kv_dtype):
+@pytest.mark.parametrize("rows", [1, 20])
+def test_every_8_bit_key(dtype, kv_dtype, rows):
     """With one key of one number, the log-sum-exp is that number."""
     numbers = every_number(kv_dtype)
-    q, k = np.ones((256, 1, 1, 1), dtype), numbers.reshape(256, 1, 1, 1)
+    q, k = np.ones((256, 1, rows, 1), dtype), numbers.reshape(256, 1, 1, 1)
     out, lse = attention(q, k, np.ones_like(k), scale=1.0, return_lse=True)
     exact = numbers.astype(FLOAT64)
     want = np.where(exact == INF, NAN, exact)  # inf - inf, as the plain formula has it
-    np.testing.assert_allclose(lse[:, 0, 0], want, rtol=1e-15 if dtype == FLOAT64 else 3e-7)
-    np.testing.assert_array_equal(out[:, 0, 0, 0].astype(FLOAT64), np.where(exact == -INF, 0, want * 0 + 1))
+    np.testing.assert_allclose(lse[:, 0, -1], want, rtol=1e-15 if dtype == FLOAT64 else 3e-7)
+    weight = np.where(np.isnan(want), NAN, exact != -INF)
+    np.testing.assert_array_equal(out[:, 0, -1, 0].astype(FLOAT64), weight)
 
 
 @pytest.mark.parametrize("kv_dtype", FLOAT8, ids=str)
-def test_8_bit_scales_are_factors_of_keys_and_values(kv_dtype):
-    q, k, v = qkv(70, 150)
+@few_or_many
+def test_8_bit_scales_are_factors_of_keys_and_values(kv_dtype, rows):
+    q, k, v = qkv(rows, 150)
     k, v = k.astype(kv_dtype), v.astype(kv_dtype)
     rng = np.random.default_rng(0)
     for shape in ((), (2,), (2, 2)):
@@ -522,6 +590,13 @@ UNREADABLE = """
         run(f"bias of rows, {name}", 300, 1024, hidden=[(256, 640)], bias=np.tile(bias, (300, 1)), **types)
         run(f"q_lengths, {name}", 640, 1024, hidden=[], hidden_rows=[(128, 640)], q_lengths=128, **types)
         run(f"nothing, {name}", 64, 1024, hidden=[(0, 1024)], kv_lengths=0, **types)
+        # few queries: a kernel of its own
+        run(f"causal, few, {name}", 8, 1024, hidden=last, causal=True, q_offset=504, **types)
+        run(f"kv_lengths, few, {name}", 1, 4096, hidden=[(1536, 4096)], kv_lengths=1536, **types)
+        run(f"window, few, {name}", 8, 4096, hidden=[(0, 2048), (2304, 4096)], window=(32, 64), q_offset=2176, **types)
+        keep = ~between(2048, 3072, 4096)
+        run(f"mask, few, {name}", 8, 4096, hidden=[(2048, 3072)], mask=keep, **types)
+        run(f"bias, few, {name}", 8, 4096, hidden=[(2048, 3072)], bias=np.where(keep, 0, -np.inf), **types)
     # window and mask together; a key hidden by one or the other
     run("both", 64, 1024, hidden=[(0, 768), (896, 1024)], mask=between(768, 896), kv_lengths=960)
 """
@@ -545,7 +620,7 @@ def test_hidden_keys_are_not_read():
     out = in_new_process(UNREADABLE, NUMBA_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
     lines = dict(line.rsplit(": ", 1) for line in out.splitlines())
     assert lines.pop("control") == "-11"
-    assert len(lines) == 41
+    assert len(lines) == 61
     failed = {name: code for name, code in lines.items() if code != "0"}
     assert not failed, failed
 
@@ -576,57 +651,59 @@ FAR_APART = """
     rng = np.random.default_rng(0)
     far = 2**32 + 2**20
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-    q, k, v, mask, bias = normal(2, 2, 3, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 4), normal(3, 5) > 0, normal(3, 5)
-    want = attention(q, k, v, mask=mask, bias=bias)
-    apart = {
-        "batch": (far, 2**14, 2**8, 4), "head": (2**14, far, 2**8, 4), "row": (2**14, 2**12, 2**31, 4),
-        "column": (2**14, 2**12, 2**8, 2**31),
-    }
-    for axis, strides in apart.items():
-        check(f"q, {axis}", attention(place(q, strides), k, v, mask=mask, bias=bias), want)
-        check(f"k, {axis}", attention(q, place(k, strides), v, mask=mask, bias=bias), want)
-        check(f"v, {axis}", attention(q, k, place(v, strides), mask=mask, bias=bias), want)
-        out = place(np.zeros_like(want), strides)
-        attention(q, k, v, mask=mask, bias=bias, out=out)
-        check(f"out, {axis}", np.ascontiguousarray(out), want)
-    for axis, strides in {"row": (2**32, 1), "column": (1, 2**32)}.items():
-        check(f"mask, {axis}", attention(q, k, v, mask=place(mask, strides), bias=bias), want)
-    for axis, strides in {"row": (2**32, 4), "column": (16, 2**32)}.items():
-        check(f"bias, {axis}", attention(q, k, v, mask=mask, bias=place(bias, strides)), want)
-    full = np.ascontiguousarray(np.broadcast_to(bias, (2, 2, 3, 5)))
-    for axis, strides in {"batch": (far, 2**12, 2**8, 4), "head": (2**12, far, 2**8, 4)}.items():
-        check(f"bias, {axis}", attention(q, k, v, mask=mask, bias=place(full, strides)), want)
+    inner, row, column = 2**12, 2**7, 4
+
+    def everything_apart(rows):
+        q, k, v = normal(2, 2, rows, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 4)
+        mask, bias = normal(rows, 5) > 0, normal(rows, 5)
+        far_rows = -(-far // (rows - 1))
+        want = attention(q, k, v, mask=mask, bias=bias)
+        for axis, strides in {
+            "batch": (far, inner, row, column), "head": (inner, far, row, column), "row": (row * 4, row, far, column),
+            "column": (inner * 2, inner, row, far),
+        }.items():
+            for name in ("q", "k", "v", "out"):
+                own = [far_rows if stride == far and axis == "row" and name in ("q", "out") else stride for stride in strides]
+                if name == "out":
+                    out = place(np.zeros_like(want), own)
+                    attention(q, k, v, mask=mask, bias=bias, out=out)
+                    check(f"out, {axis}", np.ascontiguousarray(out), want)
+                else:
+                    arrays = {"q": q, "k": k, "v": v}
+                    arrays[name] = place(arrays[name], own)
+                    check(f"{name}, {axis}", attention(*arrays.values(), mask=mask, bias=bias), want)
+        for name, term in (("mask", mask), ("bias", bias)):
+            size = term.itemsize
+            full = np.ascontiguousarray(np.broadcast_to(term, (2, 2, rows, 5)))
+            for axis, strides in {
+                "batch": (far, inner, row, size), "head": (inner, far, row, size), "row": (inner, inner, far_rows, size),
+                "column": (inner * 2, inner, row, 2**30 + 2**20),
+            }.items():
+                terms = {"mask": mask, "bias": bias}
+                same = axis == "row"
+                terms[name] = place(term, strides[2:]) if same else place(full, strides)
+                check(f"{name}, {axis}", attention(q, k, v, **terms), want)
+
+    everything_apart(3)
+    everything_apart(20)
     # 2**24 keys of 256 bytes each, of which the last are seen
     keys = 2**24 + 2**16
     k, v = (np.ndarray((keys, 64), np.float32, memory, start) for start in (2**33, 2**34))
-    k[-40:], v[-40:] = normal(40, 64), normal(40, 64)
-    q = normal(3, 64)
-    want = attention(q, k[-40:].copy(), v[-40:].copy(), causal=True)
-    got = attention(q, k, v, causal=True, window=(37, 0))
-    np.testing.assert_allclose(got[2], attention(q[2:], k[-38:].copy(), v[-38:].copy())[0], rtol=1e-5, atol=1e-6)
-    print("keys")
+    k[-60:], v[-60:] = normal(60, 64), normal(60, 64)
+    for rows in (3, 20):
+        q = normal(rows, 64)
+        got = attention(q, k, v, causal=True, window=(37, 0))
+        want = attention(q, k[-60:].copy(), v[-60:].copy(), causal=True, window=(37, 0))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        print("keys")
     packed = [x[:, None] for x in (q, k, v)]
-    got = attention_varlen(*packed, np.int64([0, 0, 3]), np.int64([0, keys - 40, keys]), causal=True)[:, 0]
-    check("packed", got, want)
+    got = attention_varlen(*packed, np.int64([0, 0, 20]), np.int64([0, keys - 60, keys]), causal=True)[:, 0]
+    check("packed", got, attention(q, k[-60:].copy(), v[-60:].copy(), causal=True))
 """
 
 
 @pytest.mark.skipif(not LINUX, reason="needs a sparse file")
 def test_offsets_beyond_32_bits(tmp_path):
     lines = in_new_process(FAR_APART, tmp_path, NUMBA_NUM_THREADS="1").splitlines()
-    assert len(lines) == 16 + 6 + 2
+    assert len(lines) == 2 * (16 + 8) + 3
     assert lines[-1] == "packed"
-
-
-# ---- work
-
-
-def test_windows_and_lengths_take_their_share_of_the_items(monkeypatch):
-    """What is estimated, for deciding on threads, follows the window."""
-    seen = []
-    monkeypatch.setattr(launch, "run", lambda problem, dtype, flops, keep, progress: seen.append(flops))
-    q = np.broadcast_to(np.float32(0), (1, 2, 4096, 64))
-    attention(q, q, q)
-    attention(q, q, q, window=(31, 0), causal=True)
-    assert seen[0] == 4 * 64 * 2 * 4096 * 4096
-    assert seen[1] == seen[0] / 128

@@ -2,16 +2,16 @@
 
 A speed means little without them: shared machines change theirs from minute to minute. So every benchmark measures the
 ceiling next to its own figure, and the measurement is short (a tenth of a second).
-
-    python -m benchmarks.ceilings [--gib 1.0] [--json]
 """
 
 import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -30,30 +30,25 @@ PATIENCE = 60
 GIB = 2**30
 
 
-def cpu_features() -> set[str]:
-    """The instruction set extensions that Numba compiles for, in LLVM's words."""
-    features = cpu_target.target_context.codegen().magic_tuple()[2]
-    return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
-
-
 # --- multiply-adds ----------------------------------------------------------------------------------------------------
 
-# Rows of lanes that one tile of vector registers accumulates in: independent of each other, and more than latency times
-# issue width on any CPU today (4 x 2 on x86, 4 x 4 on Apple's), so none waits for another.
+# The rows of lanes that the kernels' register tile accumulates in. They are independent, and their registers are no
+# fewer than latency times issue width on any CPU today (4 x 2 on x86, 4 x 4 on Apple's), so none waits for another.
 ROWS = tuple(range(TILE.rows))
-
-# Numba unrolls nothing over values that are no array elements: these take a tuple apart instead, while typing.
 
 
 def load_rows(state, rows):
+    """The rows of lanes as a tuple. Numba unrolls no loop over values that differ in type; it takes tuples apart."""
     raise NotImplementedError
 
 
-def halve_way(values):
+def multiply_add(values):
+    """x / 2 + 1/4 of each row: one fused multiply-add a register."""
     raise NotImplementedError
 
 
 def store_rows(values, state, rows):
+    """Write the rows back, without which LLVM would drop the work."""
     raise NotImplementedError
 
 
@@ -61,15 +56,14 @@ def store_rows(values, state, rows):
 def _load_rows(state, rows):
     if len(rows) == 1:
         return lambda state, rows: (load(state, rows[0]),)
-    return lambda state, rows: (load(state, rows[0]),) + load_rows(state, rows[1:])  # noqa: RUF005 for Numba
+    return lambda state, rows: (load(state, rows[0]),) + load_rows(state, rows[1:])  # noqa: RUF005 Numba has no *
 
 
-@overload(halve_way, jit_options=MATH)
-def _halve_way(values):
-    """Each value half-way to 1/2: one fused multiply-add a register."""
+@overload(multiply_add, jit_options=MATH)
+def _multiply_add(values):
     if len(values) == 1:
         return lambda values: (values[0] * 0.5 + 0.25,)
-    return lambda values: (values[0] * 0.5 + 0.25,) + halve_way(values[1:])  # noqa: RUF005
+    return lambda values: (values[0] * 0.5 + 0.25,) + multiply_add(values[1:])  # noqa: RUF005
 
 
 @overload(store_rows, jit_options=MATH)
@@ -85,11 +79,11 @@ def _store_rows(values, state, rows):
 
 
 @cache
-def fma_chains(dtype: np.dtype):
-    """`(run, rows, lanes)`: `run(state, rounds)` does x = x / 2 + 1/4 `rounds` times on each lane of each row.
+def fma_chains(dtype: np.dtype) -> tuple[Any, int, int]:
+    """`(run, chains, lanes)`: `run(state, rounds)` does x = x / 2 + 1/4 `rounds` times on each of `lanes` of each chain.
 
-    What runs is the lane type that the kernels are made of, on as many registers as their tile has accumulators: the
-    loop is nothing but FMAs on registers.
+    It runs on the lane type that the kernels are made of, so it compiles to what they could reach at most: a loop of
+    nothing but multiply-adds on registers.
     """
     real = numba.from_dtype(dtype)
     pointer = pointer_to(real)
@@ -99,10 +93,24 @@ def fma_chains(dtype: np.dtype):
         rows = pointer(state.ctypes.data)
         values = load_rows(rows, ROWS)
         for _ in range(rounds):
-            values = halve_way(values)
+            values = multiply_add(values)
         store_rows(values, rows, ROWS)
 
     return run, TILE.rows, TILE.width(real)
+
+
+def fma_peak(threads: int = 1, dtype: Any = np.float32, seconds: float = 0.02, repeats: int = 5) -> float:
+    """GFLOP/s of nothing but fused multiply-adds on so many threads: the best of `repeats` runs of about `seconds`."""
+    run, chains, lanes = fma_chains(np.dtype(dtype))
+    states = np.full((threads, chains, lanes), 0.5, dtype)
+    rounds = 100_000
+    run(states[0], rounds)
+    rounds = max(rounds, int(rounds * seconds / run_together(lambda _: run(states[0], rounds), 1)))
+    best = min(run_together(lambda thread: run(states[thread], rounds), threads) for _ in range(repeats))
+    return 2e-9 * chains * lanes * rounds * threads / best
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 @njit("uint64(uint64[::1])", nogil=True)
@@ -114,7 +122,20 @@ def read(words):
     return total
 
 
-def run_together(work, threads: int) -> float:
+def read_bandwidth(threads: int = 1, nbytes: int = GIB, repeats: int = 3) -> float:
+    """GB/s of reading an array of `nbytes` once, in equal parts by so many threads: the best of `repeats` passes."""
+    return read_speed(np.ones(nbytes // 8, np.uint64), threads, repeats)
+
+
+def read_speed(words: np.ndarray, threads: int, repeats: int) -> float:
+    """The same of an array of uint64 that is there already."""
+    parts = np.array_split(words, threads)
+    read(words[:8])
+    best = min(run_together(lambda thread: read(parts[thread]), threads) for _ in range(repeats))
+    return 1e-9 * words.nbytes / best
+
+
+def run_together(work: Callable[[int], object], threads: int) -> float:
     """Run `work(thread)` on each of so many threads at once; seconds from the common start to the last one's end.
 
     Threads of our own, so that no pool of Numba's or of a BLAS is woken, and left spinning, by the measurement.
@@ -126,7 +147,7 @@ def run_together(work, threads: int) -> float:
     starts, ends = [0.0] * threads, [0.0] * threads
     barrier = threading.Barrier(threads)
 
-    def timed(thread):
+    def timed(thread: int) -> None:
         barrier.wait()
         starts[thread] = time.perf_counter()
         work(thread)
@@ -140,28 +161,13 @@ def run_together(work, threads: int) -> float:
     return max(ends) - min(starts)
 
 
-def fma_peak(threads: int = 1, dtype=np.float32, seconds: float = 0.02, repeats: int = 5) -> float:
-    """GFLOP/s of nothing but fused multiply-adds on so many threads: the best of `repeats` runs of about `seconds`."""
-    run, chains, lanes = fma_chains(np.dtype(dtype))
-    states = np.full((threads, chains, lanes), 0.5, dtype)
-    rounds = 100_000
-    run(states[0], rounds)
-    rounds = max(rounds, int(rounds * seconds / run_together(lambda _: run(states[0], rounds), 1)))
-    best = min(run_together(lambda thread: run(states[thread], rounds), threads) for _ in range(repeats))
-    return 2e-9 * chains * lanes * rounds * threads / best
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def read_bandwidth(threads: int = 1, nbytes: int = GIB, repeats: int = 3) -> float:
-    """GB/s of reading an array of `nbytes` once, in equal parts by so many threads: the best of `repeats` passes."""
-    words = np.ones(nbytes // 8, np.uint64)
-    return read_speed(words, threads, repeats)
-
-
-def read_speed(words: np.ndarray, threads: int, repeats: int) -> float:
-    parts = np.array_split(words, threads)
-    read(words[:8])
-    best = min(run_together(lambda thread: read(parts[thread]), threads) for _ in range(repeats))
-    return 1e-9 * words.nbytes / best
+def cpu_features() -> set[str]:
+    """The instruction set extensions that Numba compiles for, in LLVM's words."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2]
+    return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
 
 
 def cpu_name() -> str:
@@ -179,14 +185,14 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine() -> dict:
+def machine() -> dict[str, Any]:
     """What a figure depends on: the CPU and the versions that compiled for it."""
     words = ("avx512f", "avx512_bf16", "avx512bf16", "avx512fp16", "avx2", "fma", "f16c", "neon", "fullfp16", "bf16")
     features = cpu_features()
     return {
         "cpu": cpu_name(),
         "cores": cpu_count(),
-        "llvm_cpu": cpu_target.target_context.codegen().magic_tuple()[1],
+        "llvm_cpu": CPU_NAME,
         "simd": [word for word in words if word in features],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -195,40 +201,17 @@ def machine() -> dict:
     }
 
 
-def measure(nbytes: int = GIB) -> dict:
-    """Every ceiling, on one thread and on all: GFLOP/s by dtype, GB/s of reading."""
-    threads = sorted({1, cpu_count()})
+def about(of: dict[str, Any]) -> str:
+    """A `machine()` in a line."""
+    return f"{of['cpu']} ({of['llvm_cpu']}), {of['cores']} cores, {' '.join(of['simd'])}"
+
+
+def measure(nbytes: int = GIB, threads: int | None = None) -> dict[str, Any]:
+    """Every ceiling, on one thread and on `threads` (None: all): GFLOP/s by dtype, GB/s of reading."""
+    counts = sorted({1, threads or cpu_count()})
     words = np.ones(nbytes // 8, np.uint64)
     return {
-        "machine": machine(),
-        "fma_gflops": {dtype: {count: fma_peak(count, dtype) for count in threads} for dtype in ("float32", "float64")},
-        "read_gbps": {count: read_speed(words, count, 3) for count in threads},
+        "fma_gflops": {dtype: {count: fma_peak(count, dtype) for count in counts} for dtype in ("float32", "float64")},
+        "read_gbps": {count: read_speed(words, count, 3) for count in counts},
         "read_bytes": nbytes,
     }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ceilings", description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=1.0, help="size of the array that is read (default 1)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(arguments)
-    figures = measure(int(options.gib * GIB))
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return
-    about = figures["machine"]
-    table = Table(title=f"{about['cpu']} ({about['llvm_cpu']}), {about['cores']} cores, {' '.join(about['simd'])}")
-    table.add_column("ceiling")
-    for count in figures["read_gbps"]:
-        table.add_column(f"{count} thread" + "s" * (count > 1), justify="right")
-    for dtype, peaks in figures["fma_gflops"].items():
-        table.add_row(f"FMA, {dtype}, GFLOP/s", *(f"{peak:.1f}" for peak in peaks.values()))
-    table.add_row(f"read {options.gib:g} GiB, GB/s", *(f"{speed:.1f}" for speed in figures["read_gbps"].values()))
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The shapes that tests and benchmarks share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,11 @@ class Shape(NamedTuple):
     causal: bool
 
     @property
+    def decoding(self) -> bool:
+        """One new token: bound by reading K and V, not by multiply-adds."""
+        return self.S_q == 1
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of the two matrix products, as papers count them: 4 B H S_q S_kv D.
 
@@ -38,19 +43,28 @@ class Shape(NamedTuple):
             area = seen * (2 * self.S_kv - seen)
         return 2 * self.B * self.H * area * self.D
 
-    def kv_bytes(self, dtype) -> int:
+    def kv_bytes(self, dtype: Any) -> int:
         """Bytes of K and V together: what decoding one token reads at least."""
         return 2 * self.B * self.H_kv * self.S_kv * self.D * np.dtype(dtype).itemsize
 
-    def inputs(self, dtype=np.float32, seed: int = 0):
+    def bytes(self, dtype: Any) -> int:
+        """Bytes of q, k, v and the output."""
+        return self.kv_bytes(dtype) + 2 * self.B * self.H * self.S_q * self.D * np.dtype(dtype).itemsize
+
+    def inputs(self, dtype: Any = np.float32, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Standard normal q, k and v, the same for every dtype up to its rounding."""
         rng = np.random.default_rng(seed)
         q_shape = (self.B, self.H, self.S_q, self.D)
         kv_shape = (self.B, self.H_kv, self.S_kv, self.D)
         drawn_as = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-        return tuple(
+        q, k, v = (
             rng.standard_normal(shape, drawn_as).astype(dtype, copy=False) for shape in (q_shape, kv_shape, kv_shape)
         )
+        return q, k, v
+
+    def small(self) -> "Shape":
+        """The same kind of problem on few tokens: what a library compiles or allocates once it does for this one."""
+        return self._replace(B=min(self.B, 2), S_q=min(self.S_q, 256), S_kv=min(self.S_kv, 256))
 
 
 def square(B: int, H: int, S: int, D: int) -> tuple[Shape, Shape]:
@@ -61,24 +75,28 @@ def square(B: int, H: int, S: int, D: int) -> tuple[Shape, Shape]:
 
 def decode(B: int, H: int, H_kv: int, S_kv: int, D: int) -> Shape:
     """One new token against S_kv cached keys."""
-    return Shape(f"decode-{B}x{H}/{H_kv}x{S_kv}x{D}", B, H, H_kv, 1, S_kv, D, False)
+    heads = f"{H}/{H_kv}" if H_kv < H else f"{H}"
+    return Shape(f"decode-{B}x{heads}x{S_kv}x{D}", B, H, H_kv, 1, S_kv, D, False)
 
 
 LONG = square(1, 8, 4096, 64)
-MEMORY = Shape("1x1x16384x64", 1, 1, 1, 16384, 16384, 64, False)
+MEMORY = square(1, 1, 16384, 64)[0]
 
-FULL: tuple[Shape, ...] = (
+MAIN: tuple[Shape, ...] = (
     *square(1, 8, 1024, 64),
     *LONG,
     *square(1, 8, 2048, 128),
     *square(4, 16, 512, 64),
-    MEMORY,
-    MEMORY._replace(name=MEMORY.name + "-causal", causal=True),
-    *square(1, 1, 16, 64),
-    *square(1, 8, 64, 64),
-    *square(8, 8, 32, 64),
-    decode(1, 32, 8, 8192, 128),
+    *square(1, 1, 16384, 64),
 )
+DECODE: tuple[Shape, ...] = (
+    decode(1, 32, 8, 8192, 128),
+    decode(1, 32, 8, 32768, 128),
+    decode(1, 1, 1, 131072, 64),
+    decode(8, 32, 32, 1024, 128),
+)
+TINY: tuple[Shape, ...] = (*square(1, 1, 16, 64), *square(1, 8, 64, 64), *square(8, 8, 32, 64))
+FULL = (*MAIN, *TINY, *DECODE)
 
 # What CI measures: one of each kind, none for which NumPy needs more than about half a second.
 SHORT: tuple[Shape, ...] = (
@@ -91,4 +109,7 @@ SHORT: tuple[Shape, ...] = (
     decode(1, 32, 8, 8192, 128),
 )
 
-SETS = {"short": SHORT, "full": FULL}
+# One problem at growing lengths: what a picture shows.
+LENGTHS: tuple[Shape, ...] = tuple(shape for i in range(7, 15) for shape in square(1, 8, 2**i, 64))
+
+SETS = {"short": SHORT, "full": FULL, "main": MAIN, "decode": DECODE, "tiny": TINY, "lengths": LENGTHS}

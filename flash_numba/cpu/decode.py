@@ -35,6 +35,7 @@ from .simd import (
     move,
     part,
     pointer_like,
+    prefetch,
     read_flag,
     real,
     register_width,
@@ -60,6 +61,9 @@ value_step_1 = simd.product_step(1, 1, across=False, blend="rows")
 @njit(**STAGE)
 def load_padded(block, address, rows, row_stride, column_stride, code, columns, padded):
     """Rows at an address into a block, each filled up with zeros to a whole number of registers."""
+    if columns == padded and row_stride == columns * column_stride:  # one long row
+        fetch_row(block, rows * columns, address, column_stride, code)
+        return
     for j in range(rows):
         row = move(block, j * padded)
         fetch_row(row, columns, address + j * row_stride, column_stride, code)
@@ -92,11 +96,24 @@ def load_row_term(term, address, keys, stride, code):
 # -- score -------------------------------------------------------------------------------------------------------------
 
 
+@njit(**HELPER)
+def prefetch_rows(address, first, last, stride, size):
+    """Ask for `size` bytes of the rows first to last, `stride` bytes apart."""
+    for j in range(first, last):
+        for byte in range(0, size, 64):
+            prefetch(address + j * stride + byte)
+
+
 @njit(**STAGE)
-def multiply_keys(s, s_stride, k, k_stride, q, rows, keys, dim):
-    """S[row, key] = sum_t Q[row, t] K[key, t], a register of keys at a time for all rows, while the keys are in cache."""
+def multiply_keys(s, s_stride, k, k_stride, q, rows, keys, dim, next_k, next_v, next_keys, strides, sizes):
+    """S[row, key] = sum_t Q[row, t] K[key, t], a register of keys at a time for all rows, while the keys are in cache.
+
+    Meanwhile the next block's keys and values are asked for: without that, waiting for memory takes half of the time.
+    """
     n = register_width(s)
     for j in range(0, keys - n + 1, n):
+        prefetch_rows(next_k, j, min(j + n, next_keys), strides[0], sizes[0])
+        prefetch_rows(next_v, j, min(j + n, next_keys), strides[1], sizes[1])
         for r in range(rows):
             dot_products(move(s, r * s_stride + j), move(k, j * k_stride), k_stride, move(q, r * dim), dim)
     rest = keys % n
@@ -259,6 +276,8 @@ def attend_share(p, plan, item, scratch, control):
             return
         j0, j1 = max(j0, start), min(j0 + plan.block_k, stop)
         n = j1 - j0
+        if n <= 0:
+            continue
         tiles = (n + width - 1) // width
         hides, kept = False, not (has_bias or has_mask)
         for r in range(rows if has_bias or has_mask else 0):
@@ -283,7 +302,11 @@ def attend_share(p, plan, item, scratch, control):
         v_from = v_at + j0 * p.v_strides[2]
         v, v_stride = load_whole(v_block, v_from, n, p.v_strides, p.v_format, p.value_dim, o_stride)
 
-        multiply_keys(s, s_stride, k, k_stride, q, rows, n, dim)
+        multiply_keys(
+            s, s_stride, k, k_stride, q, rows, n, dim, k_at + j1 * p.k_strides[2], v_at + j1 * p.v_strides[2],
+            min(plan.block_k, stop - j1), (p.k_strides[2], p.v_strides[2]),
+            (p.dim * p.k_strides[3], p.value_dim * p.v_strides[3]),
+        )  # fmt: skip
         for r in range(rows):
             row, h, i = move(s, r * s_stride), h0 + r // p.queries, r % p.queries
             if p.softcap != 0.0:

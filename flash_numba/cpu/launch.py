@@ -11,16 +11,28 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numba
 import numpy as np
 from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
-from ..problem import Call, address, describe
+from ..problem import PROBLEM, Call, address, describe
 from .compile import MATH
 from .kernel_cache import KernelCache
-from .plan import LINE, Lanes, block_rows, has_few_queries, plan_decode, plan_forward
+from .plan import (
+    CANCEL,
+    CONTROL,
+    LINE,
+    TICKET,
+    Lanes,
+    block_rows,
+    has_few_queries,
+    plan_decode,
+    plan_forward,
+    up_to,
+)
 from .simd import TILE, call_worker
 
 Progress = Callable[[int, int], None]
@@ -29,6 +41,9 @@ Progress = Callable[[int, int], None]
 SERIAL_FLOPS = 2e6
 # FLOPs a thread does in 50 ms at most: longer calls run beside the calling thread, which waits and stays interruptible.
 WATCHED_FLOPS = 5e9
+
+CONTROL_AT = up_to(LINE, PROBLEM.itemsize)  # bytes from a call's problem to its control block
+WORKSPACE, FINISHED = ((CONTROL_AT + CONTROL.fields[name][1]) // 8 for name in ("workspace", "finished"))
 
 SERIAL_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -104,41 +119,75 @@ def new_state(call: Call) -> np.ndarray:
     return state
 
 
-def run(problem: np.ndarray, dtype: np.dtype, flops: float, keep: object, progress: Progress | None) -> None:
-    """Run the forward for a `problem.PROBLEM` record in float32 or float64.
+class Launch(NamedTuple):
+    """What a call needs besides the addresses of its arrays; the same for all calls of the same shapes and rules."""
 
-    keep: the arrays whose addresses the problem holds; they live as long as a thread may write to them.
-    """
+    worker: int  # address of the kernel
+    serial: Callable[[int, int, int], None]  # the kernel as a Python function
+    words: np.ndarray  # the PROBLEM and the CONTROL record as 64-bit integers, each in whole cache lines
+    items: int
+    scratch_bytes: int  # of a thread
+    groups: int  # of decode, where there are several shares of the keys: how many groups of heads
+    workspace_bytes: int  # for the states of all shares
+    flops: float
+
+
+def prepare(problem: np.ndarray, dtype: np.dtype, flops: float) -> Launch:
+    """Choose and compile the kernel for a `problem.PROBLEM` record in float32 or float64, and plan its work."""
+    groups = workspace_bytes = 0
     if has_few_queries(problem):
         name, control = "decode", plan_decode(problem, lanes_of(dtype))
         shares = int(control["shares"])
-        groups = int(control["items"]) // shares
-        finished = np.zeros(groups if shares > 1 else 0, np.int64)
-        workspace = np.empty(finished.size * shares * int(control["state_bytes"]) + LINE, np.uint8)
-        control["workspace"] = -(-address(workspace) // LINE) * LINE
-        control["finished"] = address(finished)
-        keep = [keep, finished, workspace]
+        if shares > 1:
+            groups = int(control["items"]) // shares
+            workspace_bytes = groups * shares * int(control["state_bytes"])
     else:
         name, control = "forward", plan_forward(problem, lanes_of(dtype))
+    words = np.zeros(CONTROL_AT + up_to(LINE, CONTROL.itemsize), np.uint8)
+    words[: PROBLEM.itemsize] = np.frombuffer(problem.tobytes(), np.uint8)
+    words[CONTROL_AT : CONTROL_AT + CONTROL.itemsize] = np.frombuffer(control.tobytes(), np.uint8)
     worker = worker_address(name, dtype)
-    items = int(control["items"])
+    items, scratch = int(control["items"]), int(control["end"])
+    return Launch(worker, SERIAL_CALL(worker), words.view(np.int64), items, scratch, groups, workspace_bytes, flops)
+
+
+def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | None = None) -> None:
+    """Run a call on the arrays q, k, v, out and lse at five addresses.
+
+    keep: those arrays and whatever else the problem points to; they live as long as a thread may write to them.
+    """
     threads = 1
-    if flops > SERIAL_FLOPS and items > 1 and not _forked:
-        threads = min(numba.get_num_threads(), items)
-    scratch_bytes = int(control["end"])
-    scratch = np.empty(threads * scratch_bytes + LINE, np.uint8)
-    start = -(-address(scratch) // LINE) * LINE
+    if launch.flops > SERIAL_FLOPS and launch.items > 1 and not _forked:
+        threads = min(numba.get_num_threads(), launch.items)
+    # one buffer: a call of a few microseconds notices every allocation
+    size = launch.words.size
+    buffer = np.empty(size + (threads * launch.scratch_bytes + LINE) // 8, np.int64)
+    base = address(buffer)
+    first = -base % LINE // 8
+    words = buffer[first : first + size]
+    words[:] = launch.words
+    words[:5] = addresses
+    at = base + 8 * first, base + 8 * first + CONTROL_AT, base + 8 * (first + size)
+    if launch.groups:
+        finished = np.zeros(launch.groups, np.int64)
+        workspace = np.empty(launch.workspace_bytes + LINE, np.uint8)
+        words[WORKSPACE], words[FINISHED] = up_to(LINE, address(workspace)), address(finished)
+        keep = (keep, finished, workspace)
 
-    def call(alive=(problem, control, scratch, keep)):
+    if threads == 1 and progress is None and launch.flops <= WATCHED_FLOPS:
+        launch.serial(*at)
+        return
+
+    def call(alive=(buffer, keep)):
         if threads == 1:
-            SERIAL_CALL(worker)(address(problem), address(control), start)
+            launch.serial(*at)
         else:
-            run_parallel(worker, address(problem), address(control), start, scratch_bytes, threads)
+            run_parallel(launch.worker, *at, launch.scratch_bytes, threads)
 
-    if progress is None and (flops <= WATCHED_FLOPS * threads or not in_main_thread()):
+    if progress is None and (launch.flops <= WATCHED_FLOPS * threads or not in_main_thread()):
         call()
     else:
-        run_watched(call, control, items, progress)
+        run_watched(call, words, launch.items, progress)
 
 
 def in_main_thread() -> bool:
@@ -154,7 +203,7 @@ def run_parallel(worker, problem, control, scratch, scratch_bytes, threads) -> N
         driver(worker, problem, control, scratch, scratch_bytes, threads)
 
 
-def run_watched(call: Callable[[], None], control: np.ndarray, items: int, progress: Progress | None) -> None:
+def run_watched(call: Callable[[], None], words: np.ndarray, items: int, progress: Progress | None) -> None:
     """Make the call in a helper thread and wait for it here, where Ctrl-C can arrive; report progress meanwhile."""
     done = threading.Event()
     failure: list[BaseException] = []
@@ -171,9 +220,9 @@ def run_watched(call: Callable[[], None], control: np.ndarray, items: int, progr
     try:
         while not done.wait(0.1):
             if progress is not None:
-                progress(min(int(control["ticket"]), items), items)
+                progress(min(int(words[(CONTROL_AT + TICKET) // 8]), items), items)
     except BaseException:
-        control["cancel"] = 1
+        words[(CONTROL_AT + CANCEL) // 8] = 1
         done.wait()  # within milliseconds: every thread looks at the flag before each block of keys
         raise
     if failure:

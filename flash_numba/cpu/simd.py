@@ -590,6 +590,20 @@ def move(typingctx, pointer, elements):
 
 
 @intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at an address, into the second-level cache. Any address is allowed."""
+
+    def codegen(context, builder, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], byte), I32(0), I32(2), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+@intrinsic
 def part(typingctx, pointer, count):
     """The pointer moved by a number of bytes."""
 
