@@ -2,14 +2,17 @@
 
 import pytest
 
-from benchmarks.ceilings import machine
 from benchmarks.cuda import why_no_cuda
-from benchmarks.shapes import SETS
+from flash_numba.bench.ceilings import machine
+from flash_numba.bench.shapes import SETS
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--shapes", choices=sorted(SETS), default="short", help="short (CI's, under two minutes) or full (every shape)"
+        "--shapes",
+        choices=sorted(SETS),
+        default="short",
+        help="short (CI's, under two minutes), full (every shape), or some",
     )
 
 

@@ -4,18 +4,11 @@ import argparse
 import json
 from pathlib import Path
 
+from flash_numba.bench import ceilings
+from flash_numba.bench.tables import markdown, milliseconds, percent, show
+
 BASELINE = "NumPy one-shot"
 CUDA_ROW = "CUDA"
-
-
-def milliseconds(seconds: float) -> str:
-    """Three figures, never an exponent."""
-    value = 1e3 * seconds
-    return f"{value:.4f}" if value < 0.1 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f} %"
 
 
 def word(reason: str) -> str:
@@ -74,33 +67,9 @@ def about(report: dict) -> str:
     """The machine and the versions, in a line."""
     of = report["machine_info"]["flash_numba"]
     return (
-        f"{of['cpu']} ({of['llvm_cpu']}), {of['cores']} cores, {' '.join(of['simd'])}; "
-        f"Python {of['python']}, Numba {of['numba']}, NumPy {of['numpy']}; {of['no_cuda'] or 'a GPU'}"
+        f"{ceilings.about(of)}; Python {of['python']}, Numba {of['numba']}, NumPy {of['numpy']}; "
+        f"{of['no_cuda'] or 'a GPU'}"
     )
-
-
-def markdown(headings: list[str], rows: list[list[str]], text_columns: int = 1) -> str:
-    """A Markdown table; all but the first columns are aligned right."""
-    rule = ["---"] * text_columns + ["---:"] * (len(headings) - text_columns)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rule, *rows])
-
-
-def show(title: str, headings: list[str], rows: list[list[str]], text_columns: int) -> None:
-    """Print a table on the terminal; logs of CI have no width of their own."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    table = Table(title=title, title_justify="left")
-    for column, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if column < text_columns else "right", no_wrap=True)
-    for above, row in zip([None, *rows], rows, strict=False):
-        if above and above[:2] != row[:2] and text_columns > 2:
-            table.add_section()
-        table.add_row(*row)
-    console.print(table)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -114,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(about(report), markdown(DETAIL_HEADINGS, detail(report), 3), markdown(headings, rows, 2), sep="\n\n")
         return
     print(about(report))
-    show("Forward attention, medians", DETAIL_HEADINGS, detail(report), 3)
+    show("Forward attention, medians", DETAIL_HEADINGS, detail(report), 3, group=2)
     show("Side by side", headings, rows, 2)
 
 

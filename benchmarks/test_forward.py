@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import flash_numba
-from benchmarks import baselines
-from benchmarks.ceilings import cpu_count, fma_peak
-from benchmarks.shapes import DTYPES, square
+from flash_numba.bench import baselines
+from flash_numba.bench.ceilings import cpu_count, fma_peak
+from flash_numba.bench.shapes import DTYPES, square
 
 ROUNDS_AT_LEAST, ROUNDS_AT_MOST = 7, 50
 

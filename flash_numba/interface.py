@@ -294,7 +294,8 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
             heads = parts[0].shape[-3] if parts[0].ndim > 2 else 1
             sink = check.per_head("sinks", sinks, (1,), heads, "H")
             assert sink is not None
-            m, a, b = recurrence.merge_weights(m, (sink[0, :, None] * LOG2E).astype(dtype))
+            one_each = sink[0, :, None] if parts[0].ndim > 2 else sink[0]
+            m, a, b = recurrence.merge_weights(m, (one_each * LOG2E).astype(dtype))
             total, l = total * a[..., None], a * l + b
         result = (total * recurrence.finish(l)[..., None]).astype(parts[0].dtype)
         lse = recurrence.lse(m, l).astype(dtype)

@@ -16,7 +16,7 @@ from .scores import LOG2E
 
 _int, _float = np.int64, np.float64
 
-UNLIMITED = 2**40  # a window's side without a limit, larger than any position
+UNLIMITED = 2**42  # a window's side without a limit, larger than the distance of any two positions
 
 # What one batch element, or one packed sequence, has of its own: byte offsets, lengths, and where row 0 stands.
 SEQUENCE = np.dtype(
@@ -173,7 +173,9 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
     problem["queries"], problem["keys"], problem["dim"], problem["value_dim"] = queries, keys, dim, value_dim
     limit = float(np.finfo(call.lse.dtype).max)  # saturates: 0 * inf would make NaN of a query of 0
     problem["scale"] = min(max(call.scale * LOG2E, -limit), limit)
-    problem["softcap"] = call.softcap * LOG2E
+    # a smaller cap makes all scores alike, a larger one makes no difference, and 1 / cap would leave the format
+    smallest, largest = (1e-30, 1e30) if call.lse.dtype == np.float32 else (1e-290, 1e290)
+    problem["softcap"] = call.softcap and min(max(call.softcap * LOG2E, smallest), largest)
     problem["left"], problem["right"] = call.left, call.right
     alive = []
     for name, numbers in (
@@ -183,6 +185,7 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
         ("v_scale", call.v_scales),
     ):
         if numbers is not None:
+            numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit / LOG2E, limit / LOG2E), numbers)
             problem[f"{name}s"], problem[f"{name}_strides"] = address(numbers), numbers.strides
             alive.append(numbers)
     if call.dropout > 0:

@@ -23,9 +23,10 @@ def with_alibi(s, slope, p, j):
 
 
 def with_bias(s, bias, lowest):
-    """A float bias added. -inf in it is a mask; other values are numbers, which saturate at `lowest` in base 2."""
+    """A float bias added. -inf in it is a mask; other values are numbers, which saturate at `lowest` and -`lowest`."""
     scaled = bias * LOG2E
-    return select(bias == -inf, -inf, s + select(scaled < lowest, lowest, scaled))
+    scaled = select(-lowest < scaled, -lowest, maximum(lowest, scaled))  # comparisons that a NaN fails
+    return select(bias == -inf, -inf, s + scaled)
 
 
 def hide(s, seen):

@@ -63,7 +63,7 @@ class AttentionStream:
         self._q = np.array(check.operand("q", q))  # of its own: the caller may reuse the array between chunks
         if kv_total is not None:
             queries = check.heads_view(self._q, layout == "bshd").shape[-2]
-            q_offset = check.key_count("kv_total", kv_total) - queries
+            q_offset = 0 if causal == "top-left" else check.key_count("kv_total", kv_total) - queries
         self._rules: dict[str, Any] = {
             "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout": rate, "seed": seed, "training": training, "k_scale": k_scale,
@@ -76,7 +76,8 @@ class AttentionStream:
         self._last: tuple[np.ndarray, np.ndarray] | None = None  # no keys of the last chunk: its shape and dtypes
         self._interrupted = False
         nothing = self._q[..., :0, :, :] if layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
-        checked_call(self._q, nothing, nothing, **self._rules)  # errors now rather than at the first chunk
+        # errors now rather than at the first chunk, those apart that depend on its heads
+        checked_call(self._q, nothing, nothing, **self._rules | {"k_scale": None, "v_scale": None})
 
     @property
     def keys(self) -> int:
@@ -114,9 +115,13 @@ class AttentionStream:
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """`(out, lse)` over the keys absorbed so far, as `attention` returns them. The stream may go on afterwards."""
         self._check_state()
-        empty = self._q[..., :0, :, :] if self._layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
-        k, v = (empty, empty) if self._last is None else self._last
-        call, result = checked_call(self._q, k, v, k_offset=self._keys, **self._rules)
+        rules = self._rules
+        if self._last is None:  # no keys so far, nor value dimension: q's stands in
+            k = v = self._q[..., :0, :, :] if self._layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
+            rules = rules | {"k_scale": None, "v_scale": None}
+        else:
+            k, v = self._last
+        call, result = checked_call(self._q, k, v, k_offset=self._keys, **rules)
         run(call, state=self._state)
         return finished(call, result, self._layout)
 

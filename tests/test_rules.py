@@ -14,7 +14,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BFLOAT16, DTYPES, FLOAT8, FLOAT16, FLOAT32, FLOAT64
+from cases import DTYPES, FLOAT8, FLOAT16, FLOAT32, FLOAT64
 from test_conformance import assert_within, expect_call, normal, same_bits
 
 from flash_numba import attention, reference
@@ -203,11 +203,11 @@ def test_bias_of_any_format(dtype, format, rows):
     """As the same numbers in the kernel's own format, to the bit."""
     q, k, v = qkv(rows, 150, dtype=dtype)
     bias = normal(2, 4, rows, 150).astype(format)
-    if format != bool:
+    if format.kind != "b":
         bias[normal(2, 4, rows, 150, seed=1) > 0.5] = -INF
         bias[0, 0, 1] = np.array(ml_dtypes.finfo(bias.dtype.newbyteorder("=")).min, format)
     with np.errstate(over="ignore"):
-        wide = bias if format == bool else bias.astype(FLOAT64 if dtype == FLOAT64 else FLOAT32)
+        wide = bias if format.kind == "b" else bias.astype(FLOAT64 if dtype == FLOAT64 else FLOAT32)
     if format.newbyteorder("=") == FLOAT64 and dtype != FLOAT64:
         wide[0, 0, 1] = np.finfo(np.float32).min  # what lies beyond is as low as it gets, and no mask
     want = attention(q, k, v, bias=wide, return_lse=True)
@@ -282,12 +282,13 @@ def test_bias_and_mask_together(rows):
 
 
 @few_or_many
-def test_nan_of_a_bias(rows):
-    """Seen, it makes its row NaN, and no other; under a mask, none."""
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_nan_and_infinity_of_a_bias(rows, bad):
+    """Seen, it makes its row NaN (inf - inf), and no other; under a mask, none."""
     q, k, v = qkv(rows, 150)
     clean = attention(q, k, v)
     bias = np.zeros((rows, 150))
-    bias[1, 148] = NAN
+    bias[1, 148] = bad
     out = attention(q, k, v, bias=bias)
     assert np.isnan(out[:, :, 1]).all()
     others = np.arange(rows) != 1
@@ -295,7 +296,7 @@ def test_nan_of_a_bias(rows):
     mask = np.ones((rows, 150), bool)
     mask[1, 148] = False
     hidden = attention(q, k, v, bias=bias, mask=mask)
-    assert same_bits(hidden, attention(q, k, v, bias=np.nan_to_num(bias), mask=mask))
+    assert same_bits(hidden, attention(q, k, v, bias=np.nan_to_num(bias, posinf=0), mask=mask))
     assert not np.isnan(attention(q, k, v, bias=bias, kv_lengths=148)).any()
     assert not np.isnan(attention(q, k, v, bias=bias, causal="top-left")).any()
 
@@ -654,35 +655,30 @@ FAR_APART = """
     inner, row, column = 2**12, 2**7, 4
 
     def everything_apart(rows):
-        q, k, v = normal(2, 2, rows, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 4)
-        mask, bias = normal(rows, 5) > 0, normal(rows, 5)
-        far_rows = -(-far // (rows - 1))
-        want = attention(q, k, v, mask=mask, bias=bias)
+        arrays = {"q": normal(2, 2, rows, 4), "k": normal(2, 2, 5, 4), "v": normal(2, 2, 5, 4)}
+        terms = {"mask": normal(rows, 5) > 0, "bias": normal(rows, 5)}
+        want = attention(**arrays, **terms)
+        next_row = -(-far // (rows - 1))  # of as many rows, so that the last is far
         for axis, strides in {
             "batch": (far, inner, row, column), "head": (inner, far, row, column), "row": (row * 4, row, far, column),
             "column": (inner * 2, inner, row, far),
         }.items():
-            for name in ("q", "k", "v", "out"):
-                own = [far_rows if stride == far and axis == "row" and name in ("q", "out") else stride for stride in strides]
-                if name == "out":
-                    out = place(np.zeros_like(want), own)
-                    attention(q, k, v, mask=mask, bias=bias, out=out)
-                    check(f"out, {axis}", np.ascontiguousarray(out), want)
-                else:
-                    arrays = {"q": q, "k": k, "v": v}
-                    arrays[name] = place(arrays[name], own)
-                    check(f"{name}, {axis}", attention(*arrays.values(), mask=mask, bias=bias), want)
-        for name, term in (("mask", mask), ("bias", bias)):
+            few = [next_row if stride == far and axis == "row" else stride for stride in strides]
+            out = place(np.zeros_like(want), few)
+            attention(**arrays, **terms, out=out)
+            check(f"out, {axis}", np.ascontiguousarray(out), want)
+            for name, array in arrays.items():
+                elsewhere = {name: place(array, few if name == "q" else strides)}
+                check(f"{name}, {axis}", attention(**arrays | elsewhere, **terms), want)
+        for name, term in terms.items():
             size = term.itemsize
             full = np.ascontiguousarray(np.broadcast_to(term, (2, 2, rows, 5)))
             for axis, strides in {
-                "batch": (far, inner, row, size), "head": (inner, far, row, size), "row": (inner, inner, far_rows, size),
-                "column": (inner * 2, inner, row, 2**30 + 2**20),
+                "batch": (far, inner, row, size), "head": (inner, far, row, size), "row": (0, 0, next_row, size),
+                "column": (inner * 2, inner, row, far // 4),
             }.items():
-                terms = {"mask": mask, "bias": bias}
-                same = axis == "row"
-                terms[name] = place(term, strides[2:]) if same else place(full, strides)
-                check(f"{name}, {axis}", attention(q, k, v, **terms), want)
+                elsewhere = {name: place(term, strides[2:]) if axis == "row" else place(full, strides)}
+                check(f"{name}, {axis}", attention(**arrays, **terms | elsewhere), want)
 
     everything_apart(3)
     everything_apart(20)

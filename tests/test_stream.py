@@ -304,10 +304,10 @@ def test_keys_and_values_from_a_file_larger_than_memory(tmp_path):
         import resource, sys
         import numpy as np
         from flash_numba import AttentionStream
-        keys, dim, chunk = 2**20, 64, 2**16  # 256 MiB each of K and V
+        keys, dim, chunk = 2**18, 64, 2**14  # 64 MiB each of K and V
         files = [np.memmap(f"{sys.argv[1]}/{name}", np.float32, "w+", shape=(1, keys, dim)) for name in "kv"]
         k, v = files
-        v[0, 5 * chunk + 7, 3] = 2.0**20
+        v[0, 5 * chunk + 7, 3] = keys
         v[0, 15 * chunk + 9, 4] = 5
         k[0, 15 * chunk + 9, 1] = 40
         k.flush(), v.flush()
@@ -316,7 +316,7 @@ def test_keys_and_values_from_a_file_larger_than_memory(tmp_path):
         q[0, 1, 1], q[0, 2, 2] = 8, 8
         AttentionStream(q).absorb(k[:, :chunk], v[:, :chunk]).result()  # compiles
         used = next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (used + 2**25,) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 2**24,) * 2)
         try:
             np.array(k)
         except MemoryError:
@@ -581,6 +581,6 @@ def test_merge_in_any_shape_and_layout(shape, layout):
     ids=str,
 )
 def test_bad_merges_are_refused(outs, lses, options, words):
-    with pytest.raises(ValueError, match="merge|outs|sinks|layout") as raised:
+    with pytest.raises(ValueError, match=r"outs|sinks|layout") as raised:
         merge(outs, lses, **options)
     assert all(word in str(raised.value) for word in words), str(raised.value)

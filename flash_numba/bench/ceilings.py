@@ -80,7 +80,7 @@ def _store_rows(values, state, rows):
 
 @cache
 def fma_chains(dtype: np.dtype) -> tuple[Any, int, int]:
-    """`(run, chains, lanes)`: `run(state, rounds)` does x = x / 2 + 1/4 `rounds` times on each of `lanes` of each chain.
+    """`(run, chains, lanes)`: `run(state, rounds)` does x = x / 2 + 1/4 `rounds` times on each lane of each chain.
 
     It runs on the lane type that the kernels are made of, so it compiles to what they could reach at most: a loop of
     nothing but multiply-adds on registers.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ceilings, tables
-from .driver import Problem, Progress, Report, measure_all
+from .driver import Problem, Progress, Report, Rounds, measure_all
 from .peers import PEERS
 from .shapes import SETS
 
@@ -49,6 +49,7 @@ def measure(
 ) -> dict[str, Any]:
     """Ceilings first, then every problem: `{"date", "machine", "threads", "rounds", "ceilings", "report"}`."""
     progress("the machine's ceilings")
+    Rounds(threads or ceilings.cpu_count(), patience, strict=False).begin()  # in a period that counts, if there is one
     limits = ceilings.measure(threads=threads)
     report = measure_all(problems, peers, rounds, threads, patience, strict=False, progress=progress)
     return {

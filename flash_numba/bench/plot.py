@@ -1,5 +1,8 @@
 """Time and share of the ceiling against sequence length, as a PNG. Needs matplotlib."""
 
+import importlib
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,26 @@ def families(results: list[Measurement]) -> dict[Family, list[Measurement]]:
 def title(key: Family) -> str:
     B, H, H_kv, D, decoding, causal, dtype = key
     heads = f"{H}/{H_kv}" if H_kv < H else f"{H}"
-    kind = "decoding" if decoding else "causal" if causal else "every key seen"
+    kind = "decoding" if decoding else "causal" if causal else "no causal mask"
     return f"{kind}: batch {B}, heads {heads}, D = {D}, {dtype}"
 
 
 def roofline_seconds(result: Measurement, read_gbps: float, fma_gflops: float) -> float:
-    """The least time that the machine allows: its multiply-adds, or reading and writing every array once."""
+    """The least time that the machine allows: its multiply-adds, or reading and writing every array once.
+
+    By the ceiling of the same rounds where there is one.
+    """
+    own = statistics.median(result.ceilings)
+    read_gbps, fma_gflops = (own, fma_gflops) if result.shape.decoding else (read_gbps, own)
     moved = 1e-9 * result.shape.bytes(DTYPES[result.dtype]) / read_gbps
     return max(moved, 1e-9 * result.shape.flops / fma_gflops)
+
+
+def share_ticks(least: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, from below the least share to 100 per cent."""
+    powers = range(math.floor(math.log10(min(least, 1.0))), 2)
+    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)] + [100.0]
+    return [tick for tick in ticks if tick > least / 2.5]
 
 
 def draw(results: list[Measurement], ceilings: dict[str, Any], path: Path, subtitle: str = "") -> None:
@@ -55,24 +70,14 @@ def draw(results: list[Measurement], ceilings: dict[str, Any], path: Path, subti
     Raises:
         ImportError: matplotlib isn't installed.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    # The figure alone, without pyplot's windows and global state.
+    new_figure = importlib.import_module("matplotlib.figure").Figure
     columns = families(results)
-    figure, axes = pyplot.subplots(
-        2,
-        len(columns),
-        figsize=(1.5 + 4.9 * len(columns), 7.6),
-        squeeze=False,
-        sharex="col",
-        sharey="row",
-        height_ratios=(3, 2),
-        layout="constrained",
-    )
+    figure = new_figure(figsize=(1.5 + 4.9 * len(columns), 7.6), layout="constrained")
+    axes = figure.subplots(2, len(columns), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 2))
     read_gbps = max(ceilings["read_gbps"].values())
     fma_gflops = max(ceilings["fma_gflops"]["float32"].values())
+    ticks = share_ticks(min(100 * result.share(library) for result in results for library in result.seconds))
     for (above, below), (key, members) in zip(axes.T, columns.items(), strict=True):
         lengths = [result.shape.S_kv for result in members]
         least = [1e3 * roofline_seconds(result, read_gbps, fma_gflops) for result in members]
@@ -100,13 +105,14 @@ def draw(results: list[Measurement], ceilings: dict[str, Any], path: Path, subti
         below.set_xticks(lengths, [str(length) for length in lengths], rotation=45 if len(lengths) > 6 else 0)
         below.minorticks_off()
         below.set_xlabel("keys" if key[4] else "sequence length")
-        shares = [1, 2, 5, 10, 20, 50, 100]
-        below.set_yticks(shares, [f"{share} %" for share in shares])
-        below.set_ylim(bottom=1, top=130)
+        above.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        below.set_ylim(0.8 * ticks[0], 130)
+        below.set_yticks(ticks, [f"{tick:g} %" for tick in ticks])
     axes[0, 0].set_ylabel("time a call, ms")
-    axes[1, 0].set_ylabel("share of the FMA peak" if not members[0].shape.decoding else "share of the read bandwidth")
+    kinds = {result.shape.decoding for result in results}
+    of = "ceiling" if len(kinds) > 1 else "read bandwidth" if kinds == {True} else "FMA peak"
+    axes[1, 0].set_ylabel(f"share of the {of}")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     axes[0, 0].legend(handles[::-1], labels[::-1], frameon=False)
     figure.suptitle(subtitle, fontsize=9, color="0.35")
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)

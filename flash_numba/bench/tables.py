@@ -1,8 +1,5 @@
 """Figures as people read them: cells, tables for a terminal, tables in Markdown."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from .driver import Measurement, Report
 from .peers import OURS
 
@@ -41,27 +38,25 @@ HEADINGS = ["shape", "library", "ms", "", "ours is", "speed", "of the ceiling", 
 
 def rows_of(result: Measurement) -> Rows:
     """A line a library; those that took no part say why in `notes`."""
-    lines = []
-    for library in result.seconds:
-        lines.append(
-            [
-                result.shape.name,
-                library,
-                milliseconds(result.median(library)),
-                spread_note(result, library),
-                "" if library == OURS else times(result.ratio(library)) + " as fast",
-                f"{result.speed(library):.1f} {result.unit}",
-                percent(result.share(library)) + ("" if result.counted else " ?"),
-                megabytes(result.peak_bytes.get(library)),
-            ]
-        )
-    return lines
+    return [
+        [
+            result.shape.name,
+            library,
+            milliseconds(result.median(library)),
+            spread_note(result, library),
+            "" if library == OURS else times(result.ratio(library)) + " as fast",
+            f"{result.speed(library):.1f} {result.unit}",
+            percent(result.share(library)) + ("" if result.counted else " ?"),
+            megabytes(result.peak_bytes.get(library)),
+        ]
+        for library in result.seconds
+    ]
 
 
 def notes(report: Report) -> list[str]:
     """What the figures leave out, and why."""
     lines = [f"{library} isn't here: {why}" for library, why in report.missing.items()]
-    seen = {}
+    seen: dict[tuple[str, str], list[str]] = {}
     for result in report.results:
         for library, why in result.refused.items():
             seen.setdefault((library, why), []).append(f"{result.shape.name} {result.dtype}")
@@ -79,25 +74,22 @@ def markdown(headings: list[str], rows: Rows, text_columns: int = 1) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rule, *rows])
 
 
-def show(title: str, headings: list[str], rows: Rows, text_columns: int, group: int = 0, console: Any = None) -> None:
-    """Print a table on the terminal, a rule between rows that differ in the first `group` columns.
-
-    Logs of CI have no width of their own: there a line is as long as it needs to be.
-    """
+def show(title: str, headings: list[str], rows: Rows, text_columns: int, group: int = 0) -> None:
+    """Print a table on the terminal, a rule between rows that differ in the first `group` columns."""
     from rich.console import Console
+    from rich.measure import Measurement as Width
     from rich.table import Table
 
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=180)
     table = Table(title=title, title_justify="left")
     for column, heading in enumerate(headings):
         table.add_column(heading, justify="left" if column < text_columns else "right", no_wrap=True)
-    before: Sequence[str] = []
+    before: list[str] = []
     for row in rows:
-        same = bool(before) and list(before[:group]) == row[:group]
-        if before and group and not same:
+        if before and group and before[:group] != row[:group]:
             table.add_section()
-        table.add_row(*(["", *row[1:]] if same and group == 1 else row))
+        table.add_row(*row)
         before = row
+    console = Console()
+    # A line is as long as it needs to be: a narrower one would cut figures off, and a log has no width of its own.
+    console = Console(width=max(console.width, Width.get(console, console.options, table).maximum))
     console.print(table)

@@ -4,6 +4,7 @@ It speaks JSON, a line a message. First it says `{"version": ...}`, or `{"missin
 
     {"prepare": [*shape, dtype]}   {"peak_bytes": ..., "error": ...} once the problem is ready, or {"refused": why}
     {"turn": null}                 {"seconds": ...} of a call: the mean of as many as fill a few milliseconds
+    {"errors": null}               {"max": ..., "rms": ...} against float64 on the problem itself
 
 and ends when its input does.
 """
@@ -38,6 +39,7 @@ class Turns:
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
         self._call: Call | None = None
+        self._problem: tuple[Shape, str] | None = None
         self._repeats = 1
 
     def prepare(self, shape: Shape, dtype: str) -> dict[str, Any]:
@@ -52,10 +54,10 @@ class Turns:
         except Exception as error:  # whatever a library raises for what it doesn't take
             return {"refused": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         once = seconds(call.run)
-        self._call, self._repeats = call, max(1, int(TURN_SECONDS / once))
+        self._call, self._problem, self._repeats = call, (shape, dtype), max(1, int(TURN_SECONDS / once))
         return {"peak_bytes": peak, "error": error}
 
-    def turn(self, _: None = None) -> dict[str, Any]:
+    def turn(self) -> dict[str, Any]:
         assert self._call is not None
         run, repeats = self._call.run, self._repeats
         if repeats > 1:
@@ -64,6 +66,13 @@ class Turns:
         for _ in range(repeats):
             run()
         return {"seconds": (time.perf_counter() - start) / repeats}
+
+    def errors(self) -> dict[str, Any]:
+        """The largest error of the problem's output, and the root of the mean of the squares."""
+        assert self._call is not None
+        assert self._problem is not None
+        off = difference(self._call, *self._problem)
+        return {"max": float(np.abs(off).max()), "rms": float(np.sqrt(np.mean(off**2)))}
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -74,13 +83,17 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def check(prepare: Prepare, shape: Shape, dtype: str) -> float:
     """The largest error against float64 on a small problem, which also compiles what later calls use."""
-    call = prepare(shape, dtype)
-    got = call.as_array(call.run())
-    exact = baselines.one_shot(*(x.astype(np.float64) for x in shape.inputs(DTYPES[dtype])), shape.causal)
-    error = float(np.abs(got.astype(np.float64) - exact).max())
+    error = float(np.abs(difference(prepare(shape, dtype), shape, dtype)).max())
     if not error <= ERROR_AT_MOST[dtype]:
         raise Refused(f"its result is off by {error:.1e}")
     return error
+
+
+def difference(call: Call, shape: Shape, dtype: str) -> np.ndarray:
+    """A call's output less the exact one."""
+    q, k, v = (x.astype(np.float64) for x in shape.inputs(DTYPES[dtype]))
+    exact = baselines.one_shot(q, k, v, shape.causal)
+    return call.as_array(call.run()).astype(np.float64) - exact
 
 
 def peak_memory(run: Callable[[], Any]) -> int | None:
@@ -135,7 +148,7 @@ def serve(library: str, threads: int, questions: TextIO, answers: TextIO) -> Non
             *shape, dtype = about
             say(turns.prepare(Shape(*shape), dtype))
         else:
-            say(turns.turn())
+            say({"turn": turns.turn, "errors": turns.errors}[kind]())
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def load_whole(block, address, rows, strides, code, columns, padded):
 
 @njit(**STAGE)
 def load_row_term(term, address, keys, stride, code):
-    """A mask's or a bias's part of a row: `(some key is kept, some key is hidden)`."""
+    """A mask's or a bias's part of a row: `(some key is kept, some key may be hidden)`."""
     fetch_row(term, keys, address, stride, code)
     if code == BOOL:
         some, every = False, True
@@ -90,7 +90,7 @@ def load_row_term(term, address, keys, stride, code):
             some |= term[j] != 0
             every &= term[j] != 0
         return some, not every
-    return scan_bias(term, keys)
+    return scan_bias(term, keys, False), True
 
 
 # -- score -------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def read_float32(address, code):
         return scalar(float8_e5m2_to_float32(byte_bits(address, 0)))
     if kind == FLOAT64:  # of a bias: only an infinity may become one
         wide = read_double(address, swapped)
-        return np.float32(wide if abs(wide) == inf else max(-HIGHEST, min(HIGHEST, wide)))
+        if HIGHEST < abs(wide) < inf:
+            wide = HIGHEST if wide > 0 else -HIGHEST
+        return np.float32(wide)
     if kind == FLOAT32:
         bits = int32_at(address)[0]
         return scalar(as_float(lane(swap_bytes(bits) if swapped else bits)))

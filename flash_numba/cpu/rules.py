@@ -12,10 +12,26 @@ from numba import njit
 from .. import dropout, ops, scores
 from ..dtypes import BOOL
 from .compile import HELPER, STAGE
-from .rows import fetch_row, transpose, uint8_at
-from .simd import itemsize, lanes_of, load, move, real, row_numbers, store, tile_width
+from .rows import fetch_row, in_place, transpose, uint8_at
+from .simd import (
+    TILE,
+    bytes_of,
+    common_bits,
+    itemsize,
+    lanes_of,
+    load,
+    load_bytes,
+    move,
+    pointer_like,
+    real,
+    row_numbers,
+    some_bits,
+    store,
+    tile_width,
+)
 
 FAR = 2**30  # a bound that no key of a tile reaches, in 32-bit lanes
+BYTES = TILE.bits // 8  # in a vector register
 LOWEST_32, LOWEST_64 = -3.4028234663852886e38, -1.7976931348623157e308
 
 
@@ -39,33 +55,34 @@ def alibi_scores(s, keys, slope, position):
 @njit(**HELPER)
 def scan_mask(address, rows, keys, strides):
     """Of a boolean mask's elements: `(some is true, some is false)`."""
-    some, every = np.uint8(0), np.uint8(255)
+    some, every = bytes_of(0), bytes_of(-1)
+    some_rest, every_rest = np.uint8(0), np.uint8(255)
     for r in range(rows):
-        line = address + r * strides[2]
-        if strides[3] == 1:  # in whole registers of bytes
-            for j in range(keys):
-                some |= uint8_at(line)[j]
-                every &= uint8_at(line)[j]
-        else:
-            for j in range(keys):
-                some |= uint8_at(line + j * strides[3])[0]
-                every &= uint8_at(line + j * strides[3])[0]
-    return some != 0, every == 0
+        line, j = address + r * strides[2], 0
+        if strides[3] == 1:
+            while j + BYTES <= keys:
+                some, every = some | load_bytes(line + j), every & load_bytes(line + j)
+                j += BYTES
+        while j < keys:
+            some_rest |= uint8_at(line + j * strides[3])[0]
+            every_rest &= uint8_at(line + j * strides[3])[0]
+            j += 1
+    return (some_bits(some) | some_rest) != 0, (common_bits(every) & every_rest) == 0
 
 
 @njit(**HELPER)
-def scan_bias(staging, count):
-    """Of a staged bias's elements: `(some isn't -inf, some is)`."""
-    some, hidden = False, False
-    for i in range(count):
-        some |= staging[i] != -inf
-        hidden |= staging[i] == -inf
-    return some, hidden
+def scan_bias(row, keys, kept):
+    """Whether one of a row's elements isn't -inf, or was in a row before."""
+    if row[0] != -inf or kept:
+        return True
+    for j in range(keys):
+        kept |= row[j] != -inf
+    return kept
 
 
 @njit(**STAGE)
 def load_term(term, staging, address, rows, keys, strides, code):
-    """A mask's or a bias's part of a score tile, as (key, row): `(some key is kept, some key is hidden)`.
+    """A mask's or a bias's part of a score tile, as (key, row): `(some key is kept, some key may be hidden)`.
 
     A mask that keeps or hides the whole tile, and a bias that hides it, isn't laid out. A term with row stride 0 is
     read for one row. Lanes without a row of their own hold what they held before; nothing of them is written out.
@@ -76,18 +93,24 @@ def load_term(term, staging, address, rows, keys, strides, code):
         kept, hidden = scan_mask(address, own_rows, keys, strides)
         if not kept or not hidden:
             return kept, hidden
-    for r in range(own_rows):
-        fetch_row(move(staging, r * keys), keys, address + r * strides[2], strides[3], code)
+    if in_place(staging, address, strides, code):
+        source, stride = pointer_like(staging, address), strides[2] // itemsize(staging)
+    else:
+        source, stride = staging, keys
+        for r in range(own_rows):
+            fetch_row(move(staging, r * keys), keys, address + r * strides[2], strides[3], code)
     if code != BOOL:
-        kept, hidden = scan_bias(staging, own_rows * keys)
+        kept = False
+        for r in range(own_rows):
+            kept = scan_bias(move(source, r * stride), keys, kept)
         if not kept:
-            return kept, hidden
+            return False, True
     if strides[2] != 0:
-        transpose(term, width, staging, keys, rows, keys)
+        transpose(term, width, source, stride, rows, keys)
     else:
         for j in range(keys):
-            store(lanes_of(term, staging[j]), term, j)
-    return kept, hidden
+            store(lanes_of(term, source[j]), term, j)
+    return True, True
 
 
 @njit(**STAGE)

@@ -45,14 +45,19 @@ def choose_register_tile(triple: str, features: str) -> RegisterTile:
     """The register tile for a CPU: the accumulators, one row of B and a broadcast have to fit in its registers."""
     have = set(features.split(","))
     if triple.startswith(("aarch64", "arm64")):
-        return RegisterTile(128, 6, 4, True)  # 32 registers
+        # 32 registers. Four rows, as LLVM then multiplies by an element of a register; with more it broadcasts every
+        # other number of A in the keys' product by ld1r, which on Neoverse V2 and others also takes a slot of the FMA
+        # pipes: 6 for 48 FMAs at 6 x 4, which spills on a CPU that LLVM doesn't know, too. 4 x 6 spills on all.
+        return RegisterTile(128, 4, 5, True)
     if "+avx512f" in have:
         # 32 registers. On Zen 4, whole forward at D = 64 and 128, in GFLOP/s of 117: 103 and 106. 8 x 3 reaches 97 and
         # 99, 6 x 4 99 and 105, 12 x 2 86 and 89.
         return RegisterTile(512, 8, 2, True)
     if {"+avx2", "+fma"} <= have:
         return RegisterTile(256, 4, 3, True)  # 16 registers
-    return RegisterTile(128, 4, 3, False)
+    # 16 registers, and products need some: 33 GFLOP/s on Zen 4 at D = 64 and 128, with a spill for 4 multiplications; 4 x 3
+    # with twice as many reaches 29, 4 x 2 with next to none 30, as broadcasts take two instructions here.
+    return RegisterTile(128, 2, 4, False)
 
 
 _triple, CPU_NAME, _features = cpu_target.target_context.codegen().magic_tuple()
@@ -261,6 +266,8 @@ def across_lanes(combine):
     return reduce
 
 
+some_bits = across_lanes(lambda builder, a, b: builder.or_(a, b))
+common_bits = across_lanes(lambda builder, a, b: builder.and_(a, b))
 sum_of_lanes = across_lanes(lambda builder, a, b: builder.fadd(a, b))
 top_of_lanes = across_lanes(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
@@ -378,6 +385,29 @@ def register_width(typingctx, pointer):
     """Lanes in one vector register of the pointer's type, a constant."""
     width = TILE.register(pointer.dtype)
     return types.intp(pointer), lambda context, builder, sig, args: I64(width)
+
+
+BYTES = Lanes(types.int8, TILE.bits // 8, TILE.bits // 8)
+
+
+@intrinsic
+def bytes_of(typingctx, scalar):
+    """One vector register of the same byte."""
+    return BYTES(scalar), lambda context, builder, sig, args: broadcast_scalar(
+        context, builder, sig.args[0], BYTES, args[0]
+    )
+
+
+@intrinsic
+def load_bytes(typingctx, address):
+    """One vector register of bytes."""
+
+    def codegen(context, builder, sig, args):
+        value = builder.load(builder.inttoptr(args[0], BYTES.llvm().as_pointer()))
+        value.align = 1
+        return value
+
+    return BYTES(types.intp), codegen
 
 
 @intrinsic
