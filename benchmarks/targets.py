@@ -22,6 +22,7 @@ from flash_numba import reference
 from flash_numba.bench.ceilings import about, cpu_count, machine
 from flash_numba.bench.command import chosen_peers
 from flash_numba.bench.shapes import DTYPES, LONG, Shape, square
+from flash_numba.bench.tables import show
 
 THREADS = 2
 
@@ -189,22 +190,20 @@ def chosen(words: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def show(results: list[Result], title: str) -> None:
-    """The table on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
+def wanted(result: Result) -> str:
+    if result.target is None:
+        return ""
+    return ("at least " if result.at_least else "at most ") + written(result.target, result.unit)
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=180)
-    table = Table(title=title, title_justify="left")
-    for heading in ("target", "measured", "wanted", "", "note"):
-        table.add_column(heading, justify="right" if heading == "measured" else "left")
-    for result in results:
-        wanted = ("at least " if result.at_least else "at most ") + written(result.target, result.unit)
-        wanted = "" if result.target is None else wanted
-        table.add_row(result.what, written(result.value, result.unit), wanted, result.verdict, result.note)
-    console.print(table)
+
+HEADINGS = ["target", "measured", "wanted", "", "note"]
+
+
+def rows_of(results: list[Result]) -> list[list[str]]:
+    return [
+        [result.what, written(result.value, result.unit), wanted(result), result.verdict, result.note]
+        for result in results
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -236,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [{**result._asdict(), "met": result.met} for result in results]
         print(json.dumps({"machine": of, "results": rows}, indent=2))
     else:
-        show(results, f"{about(of)}, Numba {of['numba']}")
+        show(f"{about(of)}, Numba {of['numba']}", HEADINGS, rows_of(results), text_columns=1, left=(2, 3, 4))
 
 
 if __name__ == "__main__":

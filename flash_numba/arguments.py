@@ -4,6 +4,7 @@ Every error names the argument, quotes what was passed and says what is allowed.
 """
 
 import math
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -220,18 +221,19 @@ def key_count(name: str, value: Any) -> int:
 def cumulative_lengths(name: str, value: Any, total: int) -> np.ndarray:
     """Where packed sequences start, and the end of the last: int64 of shape (sequences + 1,)."""
     array = np.asarray(value)
-    if array.dtype not in (np.int32, np.int64) or array.ndim != 1 or array.size == 0:
+    quoted = reprlib.repr(array.tolist())
+    if array.dtype.kind != "i" or array.dtype.itemsize not in (4, 8) or array.ndim != 1 or array.size == 0:
         raise TypeError(
             f"{name} must be a 1-D int32 or int64 array of sequences + 1 offsets, "
             f"got {array.dtype} of shape {array.shape}"
         )
     array = array.astype(np.int64)
     if array[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {value!r}")
+        raise ValueError(f"{name} must start at 0, got {quoted}")
     if (np.diff(array) < 0).any():
-        raise ValueError(f"{name} must not decrease, got {value!r}")
+        raise ValueError(f"{name} must not decrease, got {quoted}")
     if array[-1] > total:
-        raise ValueError(f"{name} must end at or before {total}, the number of rows, got {value!r}")
+        raise ValueError(f"{name} must end at or before {total}, the number of rows, got {quoted}")
     return array
 
 

@@ -79,6 +79,26 @@ def progress_bar(title: str) -> Iterator[Any]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+# ---- info, warmup
+
+
+@app.command("info")
+def info_command() -> None:
+    """What was found on this machine: versions, SIMD width, threads, kernel cache."""
+    typer.echo(str(flash_numba.info()))
+
+
+@app.command("warmup")
+def warmup_command(
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="May be repeated. Default: all.")] = None,
+) -> None:
+    """Compile the kernels now, or see that they are on disk, so that no later call has to."""
+    dtypes = [np.dtype(d.value if d != Dtype.bfloat16 else ml_dtypes.bfloat16) for d in dtype or list(Dtype)]
+    with progress_bar("compiling") as bar:
+        names = flash_numba.warmup(dtypes, progress=bar and (lambda done, total, name: bar(done, total)))
+    typer.echo(f"ready: {', '.join(names)}")
+
+
 # ---- check
 
 
@@ -314,34 +334,32 @@ def bench_command(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")] = None,
 ) -> None:
     """Measure the machine's ceilings, then this library next to NumPy and others, each in a process of its own."""
-    from .bench import command
+    from .bench import command, driver
 
-    default = "lengths" if plot else "short" if quick else "main"
+    effort = command.QUICK if quick else command.FULL
+    chosen = shapes.value if shapes else "lengths" if plot else "short" if quick else "main"
+    for path in filter(None, (plot, json_file)):  # before the minutes of measuring
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            fail(f"{path}: can't be written")
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        fail('--plot needs matplotlib; pip install "flash_numba[bench]"')
     try:
         names = command.chosen_peers(peers)
-    except ValueError as error:
-        fail(error)
-    problems = command.chosen_problems(
-        shapes.value if shapes else default, [d.value for d in dtype or [Dtype.float32]], causal
-    )
-    for path in filter(None, (plot, json_file)):
-        if not path.resolve().parent.is_dir():
-            fail(f"{path}: no such folder")  # before the minutes of measuring
-    if plot and importlib.util.find_spec("matplotlib") is None:
-        fail('--plot needs matplotlib: pip install "flash_numba[bench]"')
-    count = rounds or (command.QUICK_ROUNDS if quick else command.FULL_ROUNDS)
-    patience = command.QUICK_PATIENCE if quick else command.ceilings.PATIENCE
-    try:
+        problems = command.chosen_problems(chosen, [d.value for d in dtype or [Dtype.float32]], causal)
         with Console(stderr=True).status("measuring") as status:
-            run = command.measure(problems, names, count, threads, patience, status.update)
+            run = command.measure(
+                problems, names, effort._replace(rounds=rounds or effort.rounds), threads, status.update
+            )
+        command.print_run(run)
+        if json_file:
+            command.write_json(run, json_file)
+        if plot:
+            command.write_plot(run, plot)
+    except (ValueError, OSError, driver.WorkerError) as error:
+        fail(error)
     except KeyboardInterrupt:
         typer.echo("flash-numba: interrupted", err=True)
         raise typer.Exit(130) from None
-    command.print_run(run)
-    if json_file:
-        command.write_json(run, json_file)
-    if plot:
-        command.write_plot(run, plot)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ PROBLEM = np.dtype(
         ("v_scales", _int),
         ("v_scale_strides", _int, 2),
         # dropout: a key is kept where its random word reaches the threshold
-        ("drop_below", _int),  # 0: no dropout
-        ("keep_factor", _float),
+        ("drop_below", _int),
+        ("keep_factor", _float),  # 0: no dropout
         ("round_keys", _int, 20),  # dropout.round_keys
         ("row_index", _int),  # index of row 0 and of key 0 among the random words
         ("key_index", _int),

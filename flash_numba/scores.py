@@ -23,10 +23,10 @@ def with_alibi(s, slope, p, j):
 
 
 def with_bias(s, bias, lowest):
-    """A float bias added. -inf in it is a mask; other values are numbers, which saturate at `lowest` and -`lowest`."""
+    """A float bias added. -inf in it is a mask; finite values saturate at `lowest` and -`lowest`, in base 2."""
     scaled = bias * LOG2E
     scaled = select(-lowest < scaled, -lowest, maximum(lowest, scaled))  # comparisons that a NaN fails
-    return select(bias == -inf, -inf, s + scaled)
+    return select(maximum(bias, -bias) == inf, bias, s + scaled)
 
 
 def hide(s, seen):

@@ -24,8 +24,9 @@ class Target:
     triple: str
     cpu: str
     features: str
+    bits: int
+    """Of the instruction set's widest vector registers, and how many there are:"""
     registers: int
-    """Vector registers of the instruction set."""
     chains: int
     """Independent sums that keep the FMA units busy: latency times units."""
 
@@ -37,21 +38,22 @@ class Target:
 # The features by which the tile is chosen; LLVM knows the rest from the CPU's name. Latencies and units are from the
 # makers' optimisation guides and Agner Fog's tables.
 TARGETS = {
-    "skylake-avx512": Target(LINUX_X86, "skylake-avx512", "+avx2,+fma,+avx512f", registers=32, chains=4 * 2),
-    "sapphirerapids": Target(LINUX_X86, "sapphirerapids", "+avx2,+fma,+avx512f", registers=32, chains=4 * 2),
-    "znver3": Target(LINUX_X86, "znver3", "+avx2,+fma", registers=16, chains=4 * 2),
-    "haswell": Target(LINUX_X86, "haswell", "+avx2,+fma", registers=16, chains=5 * 2),
-    "x86-64": Target(LINUX_X86, "x86-64", "+sse2", registers=16, chains=4 * 1),
-    "neoverse-v1": Target(LINUX_ARM, "neoverse-v1", "+neon,+sve", registers=32, chains=4 * 4),
-    "apple-m1": Target(MAC_ARM, "apple-m1", "+neon", registers=32, chains=4 * 4),
-    "generic": Target(LINUX_ARM, "generic", "", registers=32, chains=4 * 4),
+    "skylake-avx512": Target(LINUX_X86, "skylake-avx512", "+avx2,+fma,+avx512f", bits=512, registers=32, chains=4 * 2),
+    "sapphirerapids": Target(LINUX_X86, "sapphirerapids", "+avx2,+fma,+avx512f", bits=512, registers=32, chains=4 * 2),
+    "znver3": Target(LINUX_X86, "znver3", "+avx2,+fma", bits=256, registers=16, chains=4 * 2),
+    "haswell": Target(LINUX_X86, "haswell", "+avx2,+fma", bits=256, registers=16, chains=5 * 2),
+    "x86-64": Target(LINUX_X86, "x86-64", "+sse2", bits=128, registers=16, chains=4 * 1),
+    "neoverse-v1": Target(LINUX_ARM, "neoverse-v1", "+neon,+sve", bits=128, registers=32, chains=4 * 4),
+    "apple-m1": Target(MAC_ARM, "apple-m1", "+neon", bits=128, registers=32, chains=4 * 4),
+    "generic": Target(LINUX_ARM, "generic", "", bits=128, registers=32, chains=4 * 4),
 }
 LANES = {512: r"%zmm", 256: r"%ymm", 128: r"%xmm|\bv\d+\.4s|\.4s\b"}
 MULTIPLY = re.compile(r"vfmadd\w+ps|fmla|mulps")
 
 # What LLVM calls where an instruction set has no instruction for an operation.
 LIBRARY_CALL = re.compile(
-    r"\b_*(?:fmaf?|exp2?f?|log2?f?|tanhf?|powf?|fminf?|fmaxf?|gnu_[hf]2[hf]\w*|(?:trunc|extend|float|fix|mul|u?div)\w*[shdt]i?f\w*)\b"
+    r"\b_*(?:fmaf?|exp2?f?|log2?f?|tanhf?|powf?|fminf?|fmaxf?|gnu_[hf]2[hf]\w*"
+    r"|(?:trunc|extend|float|fix|mul|u?div)\w*[shdt]i?f\w*)\b"
 )
 
 
@@ -59,6 +61,7 @@ LIBRARY_CALL = re.compile(
 def test_the_tile_fits_the_registers(target):
     """The sums, one row of B and the broadcast of A; enough sums that no FMA waits for the one before it."""
     tile = target.tile
+    assert tile.bits == target.bits
     assert tile.rows * tile.vectors + tile.vectors + 1 <= target.registers
     assert tile.rows * tile.vectors >= target.chains
 
@@ -70,12 +73,15 @@ def test_the_tile_fits_the_registers(target):
 def assembly_of_tile(kernel, tile):
     """Assembly of the float32 kernel for every target that has this register tile, by CPU."""
     chosen = [t for t in TARGETS.values() if t.tile == tile]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if chosen[0].triple.split("-")[0] == llvm.get_process_triple().split("-")[0]:  # Numba's first passes for it as well
+        environment |= {"NUMBA_CPU_NAME": chosen[0].cpu, "NUMBA_CPU_FEATURES": chosen[0].features}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [word for t in chosen for word in (t.triple, t.cpu, t.features)]
         got = subprocess.run(
             [sys.executable, "tests/cross_compile.py", folder, kernel, "float32", *arguments],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=240,

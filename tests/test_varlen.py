@@ -355,7 +355,7 @@ BAD = {
     "decreasing": ({"cu_seqlens_k": np.int32([0, 4, 3])}, ValueError, ("cu_seqlens_k", "[0, 4, 3]", "decrease")),
     "beyond the rows": ({"cu_seqlens_q": np.int64([0, 3, 6])}, ValueError, ("cu_seqlens_q", "[0, 3, 6]", "5")),
     "beyond the keys": ({"cu_seqlens_k": np.int64([0, 3, 8])}, ValueError, ("cu_seqlens_k", "[0, 3, 8]", "7")),
-    "negative": ({"cu_seqlens_k": np.int64([0, -3, 7])}, ValueError, ("cu_seqlens_k", "[ 0, -3,  7]", "decrease")),
+    "negative": ({"cu_seqlens_k": np.int64([0, -3, 7])}, ValueError, ("cu_seqlens_k", "[0, -3, 7]", "decrease")),
     "other numbers": (
         {"cu_seqlens_k": np.int32([0, 3, 5, 7])},
         ValueError,

@@ -1,5 +1,7 @@
 """Figures as people read them: cells, tables for a terminal, tables in Markdown."""
 
+from collections.abc import Collection
+
 from .driver import Measurement, Report
 from .peers import OURS
 
@@ -40,7 +42,7 @@ def rows_of(result: Measurement) -> Rows:
     """A line a library; those that took no part say why in `notes`."""
     return [
         [
-            result.shape.name,
+            "" if number else result.shape.name,
             library,
             milliseconds(result.median(library)),
             spread_note(result, library),
@@ -49,7 +51,7 @@ def rows_of(result: Measurement) -> Rows:
             percent(result.share(library)) + ("" if result.counted else " ?"),
             megabytes(result.peak_bytes.get(library)),
         ]
-        for library in result.seconds
+        for number, library in enumerate(result.seconds)
     ]
 
 
@@ -74,22 +76,27 @@ def markdown(headings: list[str], rows: Rows, text_columns: int = 1) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rule, *rows])
 
 
-def show(title: str, headings: list[str], rows: Rows, text_columns: int, group: int = 0) -> None:
-    """Print a table on the terminal, a rule between rows that differ in the first `group` columns."""
+def show(
+    title: str, headings: list[str], rows: Rows, text_columns: int, group: int = 0, left: Collection[int] = ()
+) -> None:
+    """Print a table on the terminal, a rule between rows that differ in the first `group` columns.
+
+    The first `text_columns` are aligned left, and those in `left`. A row whose first cell is empty goes on with the problem of the one above.
+    """
     from rich.console import Console
     from rich.measure import Measurement as Width
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for column, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if column < text_columns else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if column < text_columns or column in left else "right", no_wrap=True)
     before: list[str] = []
     for row in rows:
-        if before and group and before[:group] != row[:group]:
+        if before and group and row[0] and before[:group] != row[:group]:
             table.add_section()
         table.add_row(*row)
         before = row
-    console = Console()
     # A line is as long as it needs to be: a narrower one would cut figures off, and a log has no width of its own.
-    console = Console(width=max(console.width, Width.get(console, console.options, table).maximum))
-    console.print(table)
+    unbounded = Console(width=1000)
+    needed = Width.get(unbounded, unbounded.options, table).maximum
+    Console(width=max(Console().width, needed)).print(table)

@@ -28,6 +28,9 @@ from .shapes import DTYPES, Shape
 
 # What a timed turn takes at least, so that neither the clock's step nor the way there and back counts.
 TURN_SECONDS = 5e-3
+# Calls shorter than this come after an untimed one: threads sleep and caches hold another library's arrays when a turn
+# begins, which is no part of the figure, nor of the ceiling's.
+WARM_BELOW = 50e-3
 
 # A library whose result is further from the exact one computes something else. Wide enough for sums kept in 16 bits.
 ERROR_AT_MOST = {"float64": 1e-6, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
@@ -40,7 +43,7 @@ class Turns:
         self._prepare = prepare
         self._call: Call | None = None
         self._problem: tuple[Shape, str] | None = None
-        self._repeats = 1
+        self._once = 0.0
 
     def prepare(self, shape: Shape, dtype: str) -> dict[str, Any]:
         """Get ready for a problem: the peak memory of its first call, and the error of a small one of its kind."""
@@ -53,15 +56,15 @@ class Turns:
             return {"refused": str(why)}
         except Exception as error:  # whatever a library raises for what it doesn't take
             return {"refused": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        once = seconds(call.run)
-        self._call, self._problem, self._repeats = call, (shape, dtype), max(1, int(TURN_SECONDS / once))
+        self._call, self._problem, self._once = call, (shape, dtype), seconds(call.run)
         return {"peak_bytes": peak, "error": error}
 
     def turn(self) -> dict[str, Any]:
         assert self._call is not None
-        run, repeats = self._call.run, self._repeats
-        if repeats > 1:
-            run()  # wakes threads and caches, which don't count against a call of microseconds
+        run = self._call.run
+        if self._once < WARM_BELOW:
+            run()
+        repeats = max(1, int(TURN_SECONDS / self._once))
         start = time.perf_counter()
         for _ in range(repeats):
             run()

@@ -23,7 +23,7 @@ from . import simd
 from .compile import HELPER, STAGE
 from .forward import control_at, of_head, operands, problem_at
 from .plan import CANCEL, TICKET
-from .rows import all_finite, fetch_row, in_place, write_row
+from .rows import all_finite, fetch_row, in_place, saturated, write_row
 from .rules import apply_term, scan_bias, softcap_scores
 from .simd import (
     dot_products,
@@ -258,7 +258,7 @@ def attend_share(p, plan, item, scratch, control):
     state = part(first_state, share * plan.state_bytes)
     o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
 
-    scale = real(q, p.scale * of_head(p.k_scales, p.k_scale_strides, b, h0 // p.k_group, 1.0))
+    scale = saturated(q, p.scale * of_head(p.k_scales, p.k_scale_strides, b, h0 // p.k_group, 1.0))
     for r in range(rows):
         at = q_at + r // p.queries * p.q_strides[1] + r % p.queries * p.q_strides[2]
         load_padded(move(q, r * dim), at, 1, 0, p.q_strides[3], p.q_format, p.dim, dim)
@@ -327,7 +327,7 @@ def attend_share(p, plan, item, scratch, control):
                 hides = True
                 hide_row(row, tiles, first, last)
             m[r], l[r], alpha[r] = weigh_row(row, tiles, m[r], l[r])
-            if p.drop_below != 0:
+            if p.keep_factor != 0.0:
                 at = p.key_index + j0
                 drop_row(row, tiles, row_index + i, at, h, b, p.round_keys, p.drop_below, p.keep_factor)
 

@@ -24,7 +24,7 @@ from . import (
 )
 from .compile import HELPER, STAGE
 from .plan import CANCEL, CONTROL, TICKET
-from .rows import all_finite, fetch_row, in_place, transpose, write_row
+from .rows import all_finite, fetch_row, in_place, saturated, transpose, write_row
 from .rules import (
     alibi_scores,
     apply_term,
@@ -265,7 +265,7 @@ def attend_rows(p, plan, item, scratch, control):
     o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
     if p.state == 0:
         start_rows(m, l, o, tiles, value_dim)
-    load_queries(q, staging, q_at + first_row * p.q_strides[2], rows, p.q_strides, p.q_format, dim, real(q, scale))
+    load_queries(q, staging, q_at + first_row * p.q_strides[2], rows, p.q_strides, p.q_format, dim, saturated(q, scale))
 
     position = first_row + shift
     start, stop = scores.keys_seen_by_any(position, position + rows - 1, p.left, p.right, keys)
@@ -321,7 +321,7 @@ def attend_rows(p, plan, item, scratch, control):
                     hide_by_position(s, max(0, all1 - j0), n, first, last)
 
             scores_to_weights(s, move(m, tile * width), move(l, tile * width), alpha, n)
-            if p.drop_below != 0:
+            if p.keep_factor != 0.0:
                 i = row_index + row
                 drop_weights(s, n, i, p.key_index + j0, h, b, p.round_keys, p.drop_below, p.keep_factor)
             tile_v, tile_o = move(v, (j0 - block_start) * v_stride), move(o, tile * width * value_dim)

@@ -43,7 +43,7 @@ SERIAL_FLOPS = 2e6
 WATCHED_FLOPS = 5e9
 
 CONTROL_AT = up_to(LINE, PROBLEM.itemsize)  # bytes from a call's problem to its control block
-WORKSPACE, FINISHED = ((CONTROL_AT + CONTROL.fields[name][1]) // 8 for name in ("workspace", "finished"))
+WORKSPACE, FINISHED = ((CONTROL_AT + CONTROL.fields[name][1]) // 8 for name in ("workspace", "finished"))  # type: ignore[index]
 
 SERIAL_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -132,23 +132,31 @@ class Launch(NamedTuple):
     flops: float
 
 
+def choose_kernel(problem: np.ndarray, dtype: np.dtype) -> tuple[str, np.ndarray]:
+    """The kernel for a `problem.PROBLEM` record in float32 or float64, and its `plan.CONTROL` record."""
+    if has_few_queries(problem):
+        return "decode", plan_decode(problem, lanes_of(dtype))
+    return "forward", plan_forward(problem, lanes_of(dtype))
+
+
 def prepare(problem: np.ndarray, dtype: np.dtype, flops: float) -> Launch:
     """Choose and compile the kernel for a `problem.PROBLEM` record in float32 or float64, and plan its work."""
-    groups = workspace_bytes = 0
-    if has_few_queries(problem):
-        name, control = "decode", plan_decode(problem, lanes_of(dtype))
-        shares = int(control["shares"])
-        if shares > 1:
-            groups = int(control["items"]) // shares
-            workspace_bytes = groups * shares * int(control["state_bytes"])
-    else:
-        name, control = "forward", plan_forward(problem, lanes_of(dtype))
+    name, control = choose_kernel(problem, dtype)
+    items, scratch, shares = int(control["items"]), int(control["end"]), int(control["shares"])
+    groups = items // shares if shares > 1 else 0
+    workspace_bytes = groups * shares * int(control["state_bytes"])
     words = np.zeros(CONTROL_AT + up_to(LINE, CONTROL.itemsize), np.uint8)
     words[: PROBLEM.itemsize] = np.frombuffer(problem.tobytes(), np.uint8)
     words[CONTROL_AT : CONTROL_AT + CONTROL.itemsize] = np.frombuffer(control.tobytes(), np.uint8)
     worker = worker_address(name, dtype)
-    items, scratch = int(control["items"]), int(control["end"])
     return Launch(worker, SERIAL_CALL(worker), words.view(np.int64), items, scratch, groups, workspace_bytes, flops)
+
+
+def threads_for(flops: float, items: int) -> int:
+    """How many threads a call is worth."""
+    if flops <= SERIAL_FLOPS or items <= 1 or _forked:
+        return 1
+    return min(numba.get_num_threads(), items)
 
 
 def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | None = None) -> None:
@@ -156,9 +164,7 @@ def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | N
 
     keep: those arrays and whatever else the problem points to; they live as long as a thread may write to them.
     """
-    threads = 1
-    if launch.flops > SERIAL_FLOPS and launch.items > 1 and not _forked:
-        threads = min(numba.get_num_threads(), launch.items)
+    threads = threads_for(launch.flops, launch.items)
     # one buffer: a call of a few microseconds notices every allocation
     size = launch.words.size
     buffer = np.empty(size + (threads * launch.scratch_bytes + LINE) // 8, np.int64)

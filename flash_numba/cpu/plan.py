@@ -75,7 +75,8 @@ def block_rows(queries: int, lanes: Lanes) -> int:
 
 def has_few_queries(problem: np.ndarray) -> bool:
     """Whether `decode` takes a call: few rows a head, none of them packed with other sequences or part of a stream."""
-    return problem["queries"] <= FEW_QUERIES and not problem["tiles"] and not problem["state"] and problem["out"] != 0
+    special = problem["tiles"] or problem["state"] or not problem["out"]
+    return bool(problem["queries"] <= FEW_QUERIES and not special)
 
 
 def lay_out(control: np.ndarray, itemsize: int, parts: dict[str, int]) -> np.ndarray:

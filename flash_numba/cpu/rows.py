@@ -28,7 +28,7 @@ from ..dtypes import (
 )
 from ..ops import as_float, as_int
 from .compile import HELPER, STAGE
-from .simd import itemsize, lane, move, pointer_to, register_width, scalar, swap_bytes, transpose_block
+from .simd import itemsize, lane, move, pointer_to, real, register_width, scalar, swap_bytes, transpose_block
 
 uint8_at = pointer_to(types.uint8)
 uint16_at = pointer_to(types.uint16)
@@ -38,13 +38,20 @@ float32_at = pointer_to(types.float32)
 float64_at = pointer_to(types.float64)
 
 BITS16 = 0xFFFF
-HIGHEST = 3.4028234663852886e38  # the highest float32
+HIGHEST, HIGHEST_64 = 3.4028234663852886e38, 1.7976931348623157e308  # finite float32 and float64
 
 
 @njit(**HELPER)
 def half_bits(address, i, swapped):
     bits = uint16_at(address)[i]
     return lane(np.int32(swap_bytes(bits) if swapped else bits))
+
+
+@njit(**HELPER)
+def saturated(like, x):
+    """A number in the kernel's format, within its finite range."""
+    highest = HIGHEST if itemsize(like) == 4 else HIGHEST_64
+    return real(like, max(-highest, min(highest, x)))
 
 
 @njit(**HELPER)

@@ -12,7 +12,7 @@ from numba import njit
 from .. import dropout, ops, scores
 from ..dtypes import BOOL
 from .compile import HELPER, STAGE
-from .rows import fetch_row, in_place, transpose, uint8_at
+from .rows import fetch_row, in_place, saturated, transpose, uint8_at
 from .simd import (
     TILE,
     bytes_of,
@@ -32,7 +32,6 @@ from .simd import (
 
 FAR = 2**30  # a bound that no key of a tile reaches, in 32-bit lanes
 BYTES = TILE.bits // 8  # in a vector register
-LOWEST_32, LOWEST_64 = -3.4028234663852886e38, -1.7976931348623157e308
 
 
 @njit(**STAGE)
@@ -119,7 +118,7 @@ def apply_term(s, term, keys, is_mask):
         for j in range(keys):
             store(scores.hide(load(s, j), load(term, j) != 0.0), s, j)
     else:
-        lowest = real(s, LOWEST_32 if itemsize(s) == 4 else LOWEST_64)
+        lowest = saturated(s, -inf)
         for j in range(keys):
             store(scores.with_bias(load(s, j), load(term, j), lowest), s, j)
 
