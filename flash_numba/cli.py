@@ -13,10 +13,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import ml_dtypes
 import numba
 import numpy as np
 
-from . import __version__, check, files, interface
+from . import __version__, check, diagnosis, files, interface
 
 try:
     import typer
@@ -85,7 +86,7 @@ def progress_bar(title: str) -> Iterator[Any]:
 @app.command("info")
 def info_command() -> None:
     """What was found on this machine: versions, SIMD width, threads, kernel cache."""
-    typer.echo(str(flash_numba.info()))
+    typer.echo(str(diagnosis.info()))
 
 
 @app.command("warmup")
@@ -95,7 +96,7 @@ def warmup_command(
     """Compile the kernels now, or see that they are on disk, so that no later call has to."""
     dtypes = [np.dtype(d.value if d != Dtype.bfloat16 else ml_dtypes.bfloat16) for d in dtype or list(Dtype)]
     with progress_bar("compiling") as bar:
-        names = flash_numba.warmup(dtypes, progress=bar and (lambda done, total, name: bar(done, total)))
+        names = diagnosis.warmup(dtypes, progress=bar and (lambda done, total, name: bar(done, total)))
     typer.echo(f"ready: {', '.join(names)}")
 
 
