@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 import flash_numba
-from benchmarks.verdicts import Result, geometric_mean, in_turn, joined, seconds, spread
+from benchmarks.verdicts import Result, geometric_mean, in_turn, joined, spread, timed
 from flash_numba.bench.driver import Measurement, UncountedError, Worker, measure_all
 from flash_numba.bench.peers import OURS
 from flash_numba.bench.shapes import DECODE, LONG, MAIN, TINY, Shape, decode, square
@@ -154,10 +154,10 @@ def front(rounds: int) -> list[Result]:
     keys = np.ones((1, 1, (rounds + 1) * new_shapes, 1), np.float32)
     repeated, new = [], []
     for turn in range(rounds + 1):
-        repeated.append(seconds(lambda: [flash_numba.attention(one, one, one) for _ in range(calls)]) / calls)
+        repeated.append(timed(lambda: flash_numba.attention(one, one, one), calls))
         first = turn * new_shapes
         parts = [keys[:, :, : first + i + 1] for i in range(new_shapes)]
-        new.append(seconds(lambda: [flash_numba.attention(one, part, part) for part in parts]) / new_shapes)  # noqa: B023
+        new.append(timed(lambda: [flash_numba.attention(one, part, part) for part in parts], 1) / new_shapes)  # noqa: B023
     repeated, new = repeated[1:], new[1:]  # the first compiled
     return [
         Result(
@@ -182,7 +182,7 @@ def tails(rounds: int) -> list[Result]:
     """Speed of a size that fills nothing evenly over that of its neighbour."""
     shapes = {shape.name: shape for pairs in TAILS.values() for pair in pairs for shape in pair}
     inputs = {name: shape.inputs() for name, shape in shapes.items()}
-    timed = in_turn(
+    times = in_turn(
         {
             name: lambda name=name, shape=shape: flash_numba.attention(*inputs[name], causal=shape.causal)
             for name, shape in shapes.items()
@@ -194,9 +194,9 @@ def tails(rounds: int) -> list[Result]:
     for words, (own, neighbour) in TAILS.items():
         for a, b in zip(own, neighbour, strict=True):
             results.append(
-                timed.result(
+                times.result(
                     f"speed at {words} over {b.name}'s",
-                    lambda a=a, b=b: [100 * ratio * a.flops / b.flops for ratio in timed.ratios(b.name, a.name)],
+                    lambda a=a, b=b: [100 * ratio * a.flops / b.flops for ratio in times.ratios(b.name, a.name)],
                     "%",
                     85,
                     True,
@@ -219,10 +219,10 @@ def threads(rounds: int) -> list[Result]:
         flash_numba.attention(*inputs)
 
     try:
-        timed = in_turn({"one": lambda: on(1), "two": lambda: on(THREADS)}, rounds, THREADS)
+        times = in_turn({"one": lambda: on(1), "two": lambda: on(THREADS)}, rounds, THREADS)
     finally:
         numba.set_num_threads(most)
-    return [timed.result(what, lambda: timed.ratios("one", "two"), "x", 1.9, True)]
+    return [times.result(what, lambda: times.ratios("one", "two"), "x", 1.9, True)]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

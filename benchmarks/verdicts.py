@@ -76,12 +76,6 @@ class Timed(NamedTuple):
         return Result(what, shown(statistics.median(figures)), unit, target, at_least, self.note(figures, note()))
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 # A turn of short calls takes this long, so that the clock's step doesn't count.
 TURN_SECONDS = 10e-3
 
@@ -91,24 +85,28 @@ def in_turn(calls: dict[str, Callable[[], Any]], rounds: int, threads: int) -> T
     repeats = {}
     for name, call in calls.items():
         call()
-        repeats[name] = max(1, int(TURN_SECONDS / seconds(call)))
+        repeats[name] = max(1, int(TURN_SECONDS / timed(call, 1)))
     taken: dict[str, list[float]] = {name: [] for name in calls}
     peaks: list[float] = []
     gate = Rounds(threads)
     try:
         for turn in range(rounds):
-            peaks.append(gate.begin())
-            for name in list(calls)[:: -1 if turn % 2 else 1]:
-                count = repeats[name]
-                taken[name].append(seconds(lambda: repeated(calls[name], count)) / count)  # noqa: B023 called at once
+            order = list(calls)[:: -1 if turn % 2 else 1]
+            times, peak = gate.take(lambda: {name: timed(calls[name], repeats[name]) for name in order})  # noqa: B023
+            peaks.append(peak)
+            for name, value in times.items():
+                taken[name].append(value)
     except UncountedError as error:
         return Timed({}, [], str(error), gate.dropped)
     return Timed(taken, peaks, "", gate.dropped)
 
 
-def repeated(call: Callable[[], Any], count: int) -> None:
+def timed(call: Callable[[], Any], count: int) -> float:
+    """Seconds a call, the mean of so many."""
+    start = time.perf_counter()
     for _ in range(count):
         call()
+    return (time.perf_counter() - start) / count
 
 
 def geometric_mean(values: Iterable[float]) -> float:

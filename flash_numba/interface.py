@@ -290,16 +290,12 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
             m, a, b = recurrence.merge_weights(m, lse * dtype.type(LOG2E))
             total = total * a[..., None] + out * b[..., None]
             l = a * l + b
-        if sinks is not None:
-            heads = parts[0].shape[-3] if parts[0].ndim > 2 else 1
-            sink = check.per_head("sinks", sinks, (1,), heads, "H")
-            assert sink is not None
-            one_each = sink[0, :, None] if parts[0].ndim > 2 else sink[0]
-            m, a, b = recurrence.merge_weights(m, (one_each * LOG2E).astype(dtype))
-            total, l = total * a[..., None], a * l + b
-        result = (total * recurrence.finish(l)[..., None]).astype(parts[0].dtype)
-        lse = recurrence.lse(m, l).astype(dtype)
-    return (result.swapaxes(-3, -2) if swap else result), lse.reshape(lses[0].shape)
+        many = parts[0].ndim > 2
+        sink = check.per_head("sinks", sinks, (1,), parts[0].shape[-3] if many else 1, "H")
+        one_each = -np.inf if sink is None else sink[0, :, None] if many else sink[0]
+        lse, factor = recurrence.conclude(m, l, np.asarray(one_each * LOG2E, dtype))
+        result = (total * factor[..., None]).astype(parts[0].dtype)
+    return (result.swapaxes(-3, -2) if swap else result), lse.astype(dtype)
 
 
 # -- from arguments to a call ------------------------------------------------------------------------------------------

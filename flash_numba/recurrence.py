@@ -6,7 +6,7 @@ and the unnormalised output. Scores are in base 2 (log2(e) is folded into the sc
     m_new, ref, alpha = advance(m, block_max)
     l = alpha * l + sum(weight(s, ref));   O = alpha * O + sum(weight(s, ref) * v)
     ...
-    out = O * finish(l);   lse(m, l)
+    lse, factor = conclude(m, l, sink);   out = O * factor
 
 Sources: the running maximum and sum, Milakov and Gimelshein 2018 (arXiv:1805.02867), section 3, algorithm 3; with the
 output carried along, Rabe and Staats 2021 (arXiv:2112.05682), section 2, and Dao 2023 (arXiv:2307.08691), section 3.1.
@@ -49,3 +49,13 @@ def finish(l):
 def lse(m, l):
     """Natural logarithm of the row's sum of exp(score); -inf for a row that saw no key."""
     return LN2 * (m + log2(select(l == 0.0, 1.0, l)))
+
+
+def conclude(m, l, sink):
+    """What a row has come to: its log-sum-exp, and the factor that O is normalised by.
+
+    The sink is a logit without a value, in base 2; -inf for none. It is one more state, (sink, 1, 0), merged at the end.
+    """
+    m, alpha, of_sink = merge_weights(m, sink)
+    l = alpha * l + of_sink
+    return lse(m, l), alpha * finish(l)

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic: FLOPs, tables, the README's section. No speed is judged here."""
+"""The benchmarks' own arithmetic: tables, targets, the README's section. No speed is judged here."""
 
 import json
 import sys
@@ -9,116 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import baselines, ceilings, report, shapes, table, targets
-from benchmarks.shapes import FULL, SETS, SHORT, Shape
-from flash_numba import reference
-
-SMALL = Shape("small", 2, 6, 2, 5, 9, 4, False)
-
-
-# --- shapes
-
-
-@pytest.mark.parametrize("shape", FULL, ids=lambda shape: shape.name)
-def test_shapes_are_well_formed(shape):
-    assert min(shape[1:7]) >= 1
-    assert shape.H % shape.H_kv == 0
-    assert shape.causal == shape.name.endswith("-causal")
-
-
-def test_shape_names_are_unique_and_ci_measures_some_of_all():
-    names = [shape.name for shape in FULL]
-    assert len(set(names)) == len(names)
-    assert set(SHORT) < set(FULL)
-    assert SETS == {"short": SHORT, "full": FULL}
-
-
-@pytest.mark.parametrize("shape", [shape for shape in FULL if not shape.causal], ids=lambda shape: shape.name)
-def test_flops_count_two_products(shape):
-    # The score product: S_q * S_kv dot products of D multiplications and D additions; the output's has as many.
-    per_head = 2 * (shape.S_q * shape.S_kv * (shape.D + shape.D))
-    assert shape.flops == shape.B * shape.H * per_head
-
-
-def test_causal_flops_are_half_of_a_square():
-    for full, causal in (shapes.square(1, 8, 1024, 64), shapes.square(2, 3, 7, 5)):
-        assert 2 * causal.flops == full.flops
-
-
-@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (40, 100), (100, 100), (100, 40)])
-def test_causal_flops_follow_the_visible_area(rows, keys):
-    shape = Shape("", 2, 3, 1, rows, keys, 8, True)
-    seen = int((np.arange(keys) <= np.arange(rows)[:, None] + keys - rows).sum())
-    # The area under the diagonal's line leaves out half of each element that the line crosses.
-    area = seen - min(rows, keys) / 2
-    assert shape.flops == 4 * 2 * 3 * 8 * area
-
-
-def test_inputs_fit_the_shape():
-    for dtype in shapes.DTYPES.values():
-        q, k, v = SMALL.inputs(dtype)
-        assert q.shape == (2, 6, 5, 4)
-        assert k.shape == v.shape == (2, 2, 9, 4)
-        assert q.dtype == k.dtype == v.dtype == dtype
-        assert SMALL.kv_bytes(dtype) == k.nbytes + v.nbytes
-
-
-# --- baselines
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("attend", [baselines.one_shot, baselines.online])
-def test_baselines_agree_with_the_oracle(attend, causal):
-    for shape in (SMALL, Shape("", 1, 4, 4, 70, 600, 16, causal)):
-        q, k, v = shape.inputs(np.float64)
-        before = [x.copy() for x in (q, k, v)]
-        expected = reference.attention(q, k, v, causal=causal)
-        np.testing.assert_allclose(attend(q, k, v, causal), expected, rtol=0, atol=1e-13)
-        for x, copy in zip((q, k, v), before, strict=True):
-            np.testing.assert_array_equal(x, copy)
-
-
-# --- ceilings
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_fma_kernel_does_every_round_on_every_lane(dtype):
-    run, chains, lanes = ceilings.fma_chains(np.dtype(dtype))
-    state = np.arange(chains * lanes, dtype=dtype).reshape(chains, lanes)
-    expected = state.copy()
-    run(state, 9)
-    for _ in range(9):
-        expected = expected / 2 + dtype(0.25)
-    np.testing.assert_array_equal(state, expected)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_fma_peak_is_physically_plausible(threads):
-    # From an emulated core to a future one: 0.01 GHz with one lane, 10 GHz with 4 FMAs of 32 lanes a cycle.
-    assert 0.02 < ceilings.fma_peak(threads, seconds=0.002, repeats=2) < threads * 2560
-
-
-def test_read_bandwidth_is_physically_plausible():
-    assert 0.01 < ceilings.read_bandwidth(2, nbytes=2**22, repeats=2) < 10_000
-
-
-def test_read_sees_every_word():
-    words = np.arange(1001, dtype=np.uint64)
-    assert ceilings.read(words) == 500_500
-
-
-def test_work_runs_once_on_each_thread():
-    ran = []
-    assert ceilings.run_together(ran.append, 3) > 0
-    assert sorted(ran) == [0, 1, 2]
-
-
-def test_machine_names_the_cpu_and_the_versions():
-    about = ceilings.machine()
-    assert about["cpu"]
-    assert about["cores"] >= 1
-    assert about["numpy"] == np.__version__
-
+import flash_numba
+from benchmarks import ceilings, limits, processes, report, rules, table, targets, verdicts
+from benchmarks.verdicts import Result, Timed
+from flash_numba.bench import driver, peers, shapes
+from flash_numba.bench.driver import Measurement, Report
 
 # --- the table
 
@@ -176,60 +71,342 @@ def test_table_prints_what_ci_shows(tmp_path, capsys, options):
         assert words in printed
 
 
-# --- targets
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_ceilings_are_printed(capsys, monkeypatch, options):
+    figures = {"fma_gflops": {"float32": {1: 91.25, 2: 182.5}}, "read_gbps": {1: 11.5, 2: 18.5}, "read_bytes": 2**30}
+    monkeypatch.setattr(ceilings, "measure", lambda nbytes: figures)
+    ceilings.main(options)
+    printed = capsys.readouterr().out
+    for words in ("182.5", "18.5"):
+        assert words in printed
+
+
+# --- verdicts
 
 
 def test_results_say_whether_the_target_is_met():
-    assert targets.Result("", 65.0, "%", 65.0, True).verdict == "met"
-    assert targets.Result("", 64.9, "%", 65.0, True).verdict == "missed"
-    assert targets.Result("", 0.15, "s", 0.15, False).verdict == "met"
-    assert targets.Result("", 0.16, "s", 0.15, False).verdict == "missed"
-    assert targets.Result("", None, "%", 65.0, True, "no second core").verdict == "not measured"
+    assert Result("", 65.0, "%", 65.0, True).verdict == "met"
+    assert Result("", 64.9, "%", 65.0, True).verdict == "missed"
+    assert Result("", 0.15, "s", 0.15, False).verdict == "met"
+    assert Result("", 0.16, "s", 0.15, False).verdict == "missed"
+    assert Result("", None, "%", 65.0, True, "no second core").verdict == "not measured"
+    assert Result("", 3.0, "us", None, False).verdict == "reported"
+    assert Result("", None, "us", None, False).verdict == "not measured"
 
 
-def speed_cases():
-    return [(shape, dtype) for shape in shapes.LONG for dtype in ("float32", "float16", "bfloat16")]
+def test_calls_are_timed_in_turn(monkeypatch):
+    monkeypatch.setattr(driver, "fma_peak", lambda threads, **_: 100.0 * threads)
+    monkeypatch.setattr(verdicts, "TURN_SECONDS", 0.0)  # once a turn
+    log = []
+    timed = verdicts.in_turn({"a": lambda: log.append("a"), "b": lambda: log.append("b")}, 2, 2)
+    assert log == list("aabbabba")  # two of each to warm up, then the rounds, the second the other way about
+    assert {name: len(values) for name, values in timed.seconds.items()} == {"a": 2, "b": 2}
+    assert timed.peaks == [200.0, 200.0]
+    assert timed.reason == ""
+
+
+def test_a_period_that_does_not_count_gives_no_figures(monkeypatch):
+    monkeypatch.setattr(driver, "fma_peak", lambda threads, **_: 100.0)
+    monkeypatch.setattr(driver.time, "sleep", lambda seconds: None)
+    timed = verdicts.in_turn({"a": lambda: None}, 2, 2)
+    result = timed.result("what", lambda: timed.ratios("a", "a"), "x", 1.0, True)
+    assert result.verdict == "not measured"
+    assert "doesn't count" in result.note
+
+
+def test_a_result_is_the_median_of_the_rounds():
+    timed = Timed({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, [200.0] * 3, dropped=4)
+    result = timed.result(
+        "cost", lambda: timed.ratios("a", "b"), "%", 90, False, lambda: "a note", lambda ratio: 100 * (ratio - 1)
+    )
+    assert result.value == 100
+    assert result.note == "a note, spread 25 %, 4 rounds didn't count"
+
+
+# --- targets
 
 
 def test_speed_is_a_share_of_the_peak_of_its_own_round():
-    cases = speed_cases()
+    cases = targets.speed_cases()
     # The second round ran at half the clock: every share is the same in both.
-    times = [{(shape, dtype): slower * shape.flops / 100e9 for shape, dtype in cases} for slower in (1, 2)]
-    results = targets.speed_results(cases, times, [200.0, 100.0], dropped=0)
+    seconds = {
+        targets.name_of(shape, dtype): [slower * shape.flops / 100e9 for slower in (1, 2)] for shape, dtype in cases
+    }
+    results = targets.speed_results(Timed(seconds, [200.0, 100.0]))
     assert [result.value for result in results] == pytest.approx([50, 100, 100] * 2)
     assert [result.verdict for result in results] == ["missed", "met", "met"] * 2
+    assert "67 of 150 GFLOP/s" in results[0].note
 
 
-def test_a_period_with_one_physical_core_does_not_count():
-    results = targets.speed_results(speed_cases(), [], [], dropped=14)
+def test_speed_without_two_cores_is_not_measured():
+    results = targets.speed_results(Timed({}, [], "needs 2 cores"))
     assert {result.verdict for result in results} == {"not measured"}
-    assert "doesn't count" in results[0].note
+    assert results[0].note == "needs 2 cores"
+
+
+def test_groups_are_chosen_by_name():
+    assert targets.chosen("default") == targets.SETS["default"]
+    assert targets.chosen("memory,limits,rules") == [
+        "memory", "prefill", "decode", "small", "front", "threads", "first-call", "tails", "errors", "rules",
+    ]  # fmt: skip
+    assert {name for names in targets.SETS.values() for name in names} < set(targets.GROUPS)
+    with pytest.raises(ValueError, match="got nothing, what"):
+        targets.chosen("speed,what,nothing")
+
+
+@pytest.mark.parametrize("arguments", [["--only", "what"], ["--peers", "what"], ["--rounds", "1"]])
+def test_targets_refuse_what_they_do_not_know(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        targets.main(arguments)
+    assert exit.value.code == 2
+    assert "error: --" in capsys.readouterr().err
+
+
+@pytest.fixture
+def peers_restored():
+    before = list(limits.PEERS)
+    yield
+    limits.PEERS[:] = before
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_targets_are_printed(capsys, monkeypatch, peers_restored, options):
+    rows = [Result("a share", 81.0, "%", 82.0, True, "a note"), Result("a time", 3.0, "us", None, False)]
+    monkeypatch.setitem(targets.GROUPS, "speed", lambda rounds: rows)
+    targets.main(["--only", "speed", "--peers", "torch", *options])
+    printed = capsys.readouterr().out
+    assert limits.PEERS == ["torch"]
+    if options:
+        assert [row["met"] for row in json.loads(printed)["results"]] == [False, None]
+    else:
+        for words in ("a share", "81 %", "at least 82 %", "missed", "a note", "3.00 us", "reported"):
+            assert words in printed
+
+
+# --- rules
+
+
+def test_a_window_leaves_its_share():
+    for left, right in ((3, 2), (0, 0), (100, 100), (2, 100)):
+        position, key = np.arange(20)[:, None], np.arange(20)
+        seen = (key >= position - left) & (key <= position + right)
+        assert rules.visible_share(20, left, right) == pytest.approx(seen.mean())
+
+
+def test_a_stream_computes_the_same():
+    inputs = shapes.Shape("", 1, 2, 2, 20, 200, 8, False).inputs()
+    np.testing.assert_allclose(rules.streamed(*inputs), flash_numba.attention(*inputs), rtol=0, atol=1e-6)
+
+
+def test_each_rule_has_its_targets(monkeypatch):
+    """Every rule's call works, on problems that take no time; the clock's figures don't matter."""
+    small = shapes.square(1, 2, 64, 8)[0]
+    monkeypatch.setattr(rules, "LONG", (small,))
+    monkeypatch.setattr(rules, "WIDE", small._replace(D=16))
+    monkeypatch.setattr(rules, "LONGER", small._replace(S_q=128, S_kv=128))
+    monkeypatch.setattr(rules, "WINDOW", 4)
+    monkeypatch.setattr(rules, "STREAMS", (small,))
+    monkeypatch.setattr(driver, "fma_peak", lambda threads, **_: 100.0 * threads)
+    monkeypatch.setattr(verdicts, "TURN_SECONDS", 0.0)
+    results = rules.rules(2)
+    assert len(results) == 2 * len(rules.COSTS) + 4 + 1 + 1
+    assert all(result.value is not None for result in results)
+    assert results[-1].verdict == "met", results[-1].note  # the same bits, whatever the clock says
+    assert {result.target for result in results[: len(rules.COSTS)]} == {5, 10, 18, 25, 30}
+
+
+# --- limits
+
+
+def measured(shape, dtype, ceiling, **milliseconds):
+    """A measurement in which every round is the same."""
+    seconds = {name: [1e-3 * value] * 3 for name, value in milliseconds.items()}
+    return Measurement(shape, dtype, seconds, [ceiling] * 3)
+
+
+def by_name(results):
+    named = {result.what: result for result in results}
+    assert len(named) == len(results)
+    return named
+
+
+def test_prefill_targets():
+    results = [
+        measured(shape, dtype, 200.0, flash_numba=1e3 * shape.flops / speed, torch=1e3 * shape.flops / 100e9,
+                 openvino=1e3 * shape.flops / 90e9)
+        for shape in shapes.MAIN
+        for dtype, speed in (("float32", 180e9), ("float16", 150e9), ("bfloat16", 180e9))
+    ]  # fmt: skip
+    rows = by_name(limits.prefill_results(results))
+    share = rows["share of the FMA peak, 1x8x4096x64, float32"]
+    assert (share.value, share.target) == pytest.approx((90, 82))
+    assert share.note == "180.0 of 200.0 GFLOP/s"
+    assert rows["share of the FMA peak, 1x8x2048x128, float32"].target == 85
+    assert rows["share of the FMA peak, 4x16x512x64, float32"].target == 78
+    assert rows["share of the FMA peak, 1x8x1024x64-causal, float32"].target == 70
+    assert rows["share of the FMA peak, 1x1x16384x64-causal, float32"].target == 78
+    assert rows["float16 time over float32's, 1x8x4096x64"].value == pytest.approx(1.2)
+    assert rows["float16 time over float32's, 1x8x4096x64"].verdict == "missed"
+    assert rows["bfloat16 time over float32's, 1x8x4096x64"].verdict == "met"
+    assert rows["speed over torch, 1x8x1024x64, float32"].value == pytest.approx(1.8)
+    assert rows["speed over torch, geometric mean, float32, not causal"].target == 1.5
+    assert rows["speed over torch, geometric mean, float32, causal"].value == pytest.approx(1.8)
+    assert rows["speed over torch, geometric mean, float16"].verdict == "missed"
+    assert rows["speed over torch, geometric mean, bfloat16"].verdict == "met"
+    assert rows["speed over openvino, 1x1x16384x64, float32"].target == 1
+
+
+def test_prefill_targets_without_torch_are_not_measured():
+    results = [
+        measured(shape, dtype, 200.0, flash_numba=1.0)
+        for shape in shapes.MAIN
+        for dtype in ("float32", "float16", "bfloat16")
+    ]
+    rows = by_name(limits.prefill_results(results))
+    assert rows["speed over torch, 1x8x1024x64, float32"].verdict == "not measured"
+    assert rows["speed over torch, geometric mean, float32, causal"].note == "not installed"
+
+
+def test_decode_targets():
+    results = [
+        measured(shape, dtype, 20.0, flash_numba=shape.kv_bytes(shapes.DTYPES[dtype]) / 16e6, torch=1e4,
+                 onnxruntime=1e-3)
+        for shape in shapes.DECODE
+        for dtype in ("float32", "float16", "bfloat16")
+    ]  # fmt: skip
+    rows = by_name(limits.decoding_results(results))
+    share = rows["share of a plain read, decode-1x32/8x8192x128, float16"]
+    assert (share.value, share.target) == pytest.approx((80, 75))
+    assert rows["share of a plain read, decode-8x32x1024x128, float32"].target == 75
+    assert rows["share of a plain read, decode-1x1x131072x64, float32"].target == 85
+    over_torch = {row.target for what, row in rows.items() if what.startswith("speed over torch")}
+    assert over_torch == {4, 12, 25}
+    assert rows["speed over onnxruntime, decode-1x1x131072x64, float32"].verdict == "missed"
+
+
+def test_small_targets():
+    tiny = [shape for shape in shapes.TINY if not shape.causal]
+    rows = by_name(
+        limits.small_results([measured(shape, "float32", 1.0, flash_numba=0.6, torch=1.0) for shape in tiny])
+    )
+    assert rows["time over torch's, 8x8x32x64"].value == pytest.approx(0.6)
+    assert rows["time over torch's, 8x8x32x64"].verdict == "met"
+    assert rows["speed over onnxruntime, 8x8x32x64, float32"].verdict == "not measured"
+
+
+def test_a_machine_without_two_cores_says_so_once(monkeypatch):
+    def never(*_):
+        raise driver.UncountedError("not today")
+
+    monkeypatch.setattr(limits, "measure_all", never)
+    for group in (limits.prefill, limits.decoding, limits.small):
+        (result,) = group(2)
+        assert result.verdict == "not measured"
+        assert result.note == "not today"
+
+
+def test_tails_and_threads_compare_speeds(monkeypatch):
+    def in_turn(calls, rounds, threads):
+        return Timed({name: [seconds[name]] * 2 for name in calls}, [200.0] * 2)
+
+    pairs = [pair for own, neighbour in limits.TAILS.values() for pair in zip(own, neighbour, strict=True)]
+    # Every size takes as long as its neighbour: its speed is less by what it computes less.
+    seconds = dict.fromkeys((shape.name for pair in pairs for shape in pair), 1.0) | {"one": 2.0, "two": 1.0}
+    monkeypatch.setattr(limits, "in_turn", in_turn)
+    assert [row.value for row in limits.tails(2)] == pytest.approx([100 * a.flops / b.flops for a, b in pairs])
+    monkeypatch.setattr(limits.numba, "get_num_threads", lambda: 2)
+    (result,) = limits.threads(2)
+    assert result.value == 2
+    monkeypatch.setattr(limits.numba, "get_num_threads", lambda: 1)
+    assert limits.threads(2)[0].verdict == "not measured"
+
+
+def test_a_call_takes_its_own_time():
+    seen_before, new = limits.front(2)
+    assert seen_before.value > 0
+    assert new.value > 0
+    assert new.verdict == "reported"
+
+
+class Erring:
+    """A worker whose errors are known."""
+
+    def __init__(self, factor, refuses=None):
+        self.library, self.factor, self.refuses = "torch", factor, refuses
+
+    def ask(self, kind, about=None):
+        if kind == "prepare":
+            self.shape = about
+            return {"refused": self.refuses} if self.refuses else {}
+        return {"max": self.factor * self.shape[4], "rms": self.factor}
+
+
+def test_errors_are_compared_on_the_worst_shape():
+    largest, mean = limits.errors_in("float32", Erring(1.5), Erring(1.0))
+    assert largest.value == mean.value == 1.5
+    assert mean.verdict == "missed"
+    assert limits.errors_in("float32", Erring(1.001), Erring(1.0))[0].verdict == "met"
+    (refused,) = limits.errors_in("float16", Erring(1.0), Erring(1.0, "no such format"))
+    assert refused.note == "torch: no such format"
+
+
+# --- fresh processes
+
+
+def test_a_fresh_process_prints_its_figures():
+    assert processes.fresh("print('one')") == "one"
+    printed = processes.cold(
+        "import os\nprint(1.5)\nprint(len(os.listdir(os.environ['NUMBA_CACHE_DIR'])))\nprint('x')", 2
+    )
+    assert printed == [[1.5, 0.0]] * 2
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        processes.fresh("1 / 0")
+
+
+def test_what_fresh_processes_run_is_python():
+    for code in (processes.PEAK_MEMORY, processes.NUMBA_START, processes.FURTHER_DTYPES):
+        compile(code, "code", "exec")
+    compile(processes.FIRST_CALL.format(shape=(1, 1, 1, 1)), "code", "exec")
 
 
 # --- the README's section
 
 
-def measurement(shape, times, ceiling):
-    return report.Measurement(shape, "float32", times, dict.fromkeys(times, 0.02), ceiling)
+LIMITS = {"fma_gflops": {"float32": {1: 101.0, 2: 200.0}}, "read_gbps": {1: 12.0, 2: 20.0}}
+
+
+def section(*results, picture=""):
+    about = recorded(None)["machine_info"]["flash_numba"] | {"system": "Linux x86_64"}
+    versions = {"flash_numba": "0.1.0", "numpy": "2.4.0", "torch": "2.13.0"}
+    return report.section(Report(list(results), versions, {}), LIMITS, about, 2, 7, "2030-01-02", picture)
 
 
 def test_section_is_made_of_the_measurements():
-    prefill, decode = shapes.square(1, 8, 1024, 64)[0], shapes.decode(1, 32, 8, 8192, 128)
-    slow = report.Measurement(prefill, "bfloat16", {"flash_numba": 0.02}, {"flash_numba": 0.3}, 200.0)
-    results = [
-        measurement(prefill, {"flash_numba": 0.016, "NumPy": 0.12}, 200.0),
-        measurement(decode, {"flash_numba": 0.004, "NumPy": 0.006}, 20.0),
-        slow,
-    ]
-    limits = {"fma_gflops": {"float32": {1: 101.0, 2: 200.0}}, "read_gbps": {1: 12.0, 2: 20.0}}
-    about = recorded(None)["machine_info"]["flash_numba"] | {"system": "Linux x86_64"}
-    text = report.section(results, {"flash_numba": "0.1.0", "NumPy": "2.4.0"}, limits, about, 7, "2030-01-02")
+    plain, causal = shapes.square(1, 8, 1024, 64)
+    unsteady = Measurement(plain, "bfloat16", {"flash_numba": [0.02, 0.02, 0.028]}, [200.0] * 3)
+    text = section(
+        measured(plain, "float32", 200.0, flash_numba=16, numpy=120, torch=24),
+        measured(causal, "float32", 200.0, flash_numba=8, numpy=96, torch=16),
+        unsteady,
+        measured(shapes.decode(1, 32, 8, 8192, 128), "float32", 20.0, flash_numba=4, numpy=6),
+        picture="docs/speed.png",
+    )
     lines = text.splitlines()
-    assert "| 1x8x1024x64 | float32 | 16.0 | 134.2 GFLOP/s | 67 % | 120.0 | 7.5x |" in lines
-    assert "| decode-1x32/8x8192x128 | float32 | 4.000 | 16.8 GB/s | 84 % | 6.000 | 1.5x |" in lines
-    assert "| 1x8x1024x64 | bfloat16 | 20.0 (±15 %) | 107.4 GFLOP/s | 54 % |  |  |" in lines
-    for words in ("2030-01-02", "A CPU", "avx2, fma", "NumPy 2.4.0", "200 GFLOP/s on 2", "20 GB/s on 2"):
+    assert "| 1x8x1024x64 | float32 | 16.0 | 134.2 | 67 % | 120.0 (7.50x) | 24.0 (1.50x) |" in lines
+    assert "| 1x8x1024x64, causal | float32 | 8.000 | 134.2 | 67 % | 96.0 (12.0x) | 16.0 (2.00x) |" in lines
+    assert "| 1x8x1024x64 | bfloat16 | 20.0 ±10 % | 107.4 | 54 % |  |  |" in lines
+    assert "| 1x32/8x8192x128 | float32 | 4.000 | 16.8 | 84 % | 6.000 (1.50x) |  |" in lines
+    assert "Geometric mean in float32, with it: 12.0x over NumPy, 2.00x over torch." in lines
+    assert any(line.endswith("(docs/speed.png)") and line.startswith("![") for line in lines)
+    for words in ("2030-01-02", "A CPU", "avx2 fma", "NumPy 2.4.0", "200 on 2", "20 on 2"):
         assert words in text
+    assert "![" not in section(measured(plain, "float32", 200.0, flash_numba=16))
+
+
+def test_everything_in_the_section_is_measured():
+    assert {shape for shape, dtype in report.PREFILL if dtype == "float32"} == set(shapes.MAIN)
+    assert {shape for shape, dtype in report.DECODING if dtype == "float32"} == set(shapes.DECODE)
+    assert set(report.NAMES) == set(peers.PEERS)
 
 
 def test_rewrite_leaves_everything_outside_the_markers():
@@ -251,3 +428,37 @@ def test_report_refuses_before_it_measures(tmp_path):
     with pytest.raises(ValueError, match="benchmarks:begin"):
         report.main([str(path)])
     assert path.read_text() == "no markers here"
+
+
+def test_report_rewrites_the_file_and_draws_beside_it(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
+    asked = []
+
+    def measured_section(*arguments):
+        asked.append(arguments)
+        return "the section"
+
+    monkeypatch.setattr(report, "measured_section", measured_section)
+    report.main([str(path), "--peers", "torch", "--picture-peers", "numpy,torch", "--rounds", "9"])
+    assert path.read_text() == f"before\n{report.BEGIN}\nthe section\n{report.END}\nafter\n"
+    assert asked == [(["torch"], ["numpy", "torch"], 9, tmp_path / "docs" / "speed.png", tmp_path)]
+    report.main([str(path), "--print", "--no-picture"])
+    assert capsys.readouterr().out == "the section\n"
+    assert asked[1] == (["numpy", "torch"], ["numpy", "torch"], 7, None, tmp_path)
+
+
+def test_a_report_is_measured_from_end_to_end(tmp_path, monkeypatch):
+    """With workers of its own, on problems that take no time."""
+    pytest.importorskip("matplotlib")
+    small = shapes.square(1, 1, 16, 64)[0]
+    monkeypatch.setattr(report, "PREFILL", [(small, "float32")])
+    monkeypatch.setattr(report, "DECODING", [(shapes.decode(1, 2, 1, 64, 8), "float32")])
+    monkeypatch.setattr(report, "PICTURE", [(small, "float32")])
+    monkeypatch.setattr(driver, "fma_peak", lambda threads, **_: 100.0 * threads)
+    monkeypatch.setattr(report.ceilings, "measure", lambda: LIMITS)
+    picture = tmp_path / "docs" / "speed.png"
+    text = report.measured_section(["numpy"], [], 2, picture, tmp_path)
+    assert "| 1x1x16x64 | float32 |" in text
+    assert "(docs/speed.png)" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")

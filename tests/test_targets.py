@@ -50,6 +50,7 @@ TARGETS = {
 LANES = {512: r"%zmm", 256: r"%ymm", 128: r"%xmm|\bv\d+\.4s|\.4s\b"}
 MULTIPLY = re.compile(r"vfmadd\w+ps|fmla|mulps")
 
+DOUBLE = re.compile(r"\bv?(?:add|sub|mul|div|fn?m(?:add|sub)\d+|cvt\w+2)[sp]d\b|\bf[a-z]+(?:\.2d)?\t(?:d|v\d+\.2d).*")
 # What LLVM calls where an instruction set has no instruction for an operation.
 LIBRARY_CALL = re.compile(
     r"\b_*(?:fmaf?|exp2?f?|log2?f?|tanhf?|powf?|fminf?|fmaxf?|gnu_[hf]2[hf]\w*"
@@ -111,22 +112,24 @@ class Loop:
         return {of[0 if "fmla" in line else -1] for of, line in zip(operands, self.multiplications, strict=True)}
 
 
-def loops(assembly):
-    function, frame = "", False
+def functions(assembly):
+    """`(name, code)` of each function; the name is mangled, with its own after the modules' and ahead of the types."""
     assembly = re.sub(r"\nL(loh|tmp)\d+:", "", assembly)  # marks for the linker on macOS
-    for block in re.split(r"\n(?=[\w.$]+:)", assembly):
-        label, _, body = block.partition(":")
-        if not re.match(r"\.?L", label):
-            # the name behind its length and ahead of the version and the types
-            function, frame = re.sub(r"^_?_ZN.*?\d+([a-z_]\w*?)B\dv.*", r"\1", label), False
-        lines = [line.strip() for line in body.splitlines()]
-        frame |= any(re.match(r"movq\s+%rsp, %rbp|(mov|add)\s+x29, sp", line) for line in lines)
-        ends = [i for i, line in enumerate(lines) if re.split(r"[\s,]+", line)[-1] == label]
-        if ends:
-            lines = lines[: ends[-1] + 1]
-            if frame:
-                lines = [re.sub(r"\(%rbp(?=\))|\[x29", r"\g<0> of the stack", line) for line in lines]
-            yield Loop(function, tuple(lines))
+    for code in re.split(r"\n(?=_\w+:|cfunc\.)", assembly):
+        label = code.partition(":")[0]
+        yield re.sub(r"^_?_ZN.*?\d([a-z_]\w*?)B\dv.*", r"\1", label), code
+
+
+def loops(assembly):
+    for function, code in functions(assembly):
+        if re.search(r"movq\s+%rsp, %rbp|(mov|add)\s+x29, sp", code):  # a frame pointer
+            code = re.sub(r"\(%rbp(?=\))|\[x29", r"\g<0> of the stack", code)
+        for block in re.split(r"\n(?=\.?L\w+:)", code):
+            label, _, body = block.partition(":")
+            lines = [line.strip() for line in body.splitlines()]
+            ends = [i for i, line in enumerate(lines) if re.split(r"[\s,]+", line)[-1] == label]
+            if ends:
+                yield Loop(function, tuple(lines[: ends[-1] + 1]))
 
 
 PRODUCTS = {"forward": ("multiply_keys", "add_values"), "decode": ("add_values",)}
@@ -171,9 +174,25 @@ def test_no_operation_becomes_a_library_call(target, kernel):
     assert not LIBRARY_CALL.findall(assembly_of_tile(kernel, target.tile)[target.cpu])
 
 
+@pytest.mark.parametrize("kernel", PRODUCTS)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_float32_stays_float32(target, kernel):
+    """A literal that Numba takes for a float64 would double the time of what it meets."""
+    assembly = assembly_of_tile(kernel, target.tile)[target.cpu]
+    inner = {"forward": "scores_to_weights", "decode": "weigh_row"}[kernel]
+    checked = [code for name, code in functions(assembly) if name.endswith((inner, *PRODUCTS[kernel]))]
+    assert len(checked) == 1 + len(PRODUCTS[kernel])
+    for code in checked:
+        assert len(MULTIPLY.findall(code)) >= 6
+        assert not DOUBLE.findall(code), code
+
+
 def test_library_calls_are_recognised():
     calls = "\tcallq\tfmaf\n\tbl\t_exp2f\n\tmovabsq\t$__gnu_h2f_ieee, %rax\n\tcallq\t__truncsfhf2\n\tb\t__extendhfsf2\n"
     assert len(LIBRARY_CALL.findall(calls)) == 5
+    assert (
+        len(DOUBLE.findall("\tcvtss2sd\t%xmm0, %xmm0\n\tvmulpd\t%ymm0\n\tfcvt\td0, s0\n\tfmul.2d\tv0, v1, v2\n")) == 4
+    )
     assert not LIBRARY_CALL.findall("\tvfmadd231ps\t%ymm1, %ymm2, %ymm0\n\tfmul\tv0.4s, v1.4s, v2.4s\n")
 
 

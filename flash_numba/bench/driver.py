@@ -4,6 +4,7 @@ One library runs at a time, so that a shared machine's good and bad minutes meet
 set against the ceiling, and against the other libraries, of its own round.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from .ceilings import PATIENCE, TWO_THREADS_AT_LEAST, cpu_count, fma_peak, read_
 from .peers import LIBRARIES, OURS, threads_in_environment
 from .shapes import DTYPES, Shape
 
+T = TypeVar("T")
 Problem = tuple[Shape, str]
 Progress = Callable[[str], object]
 
@@ -33,7 +35,7 @@ class UncountedError(RuntimeError):
 
 
 class Worker:
-    """A library in a process of its own; `version` is None where it can't be imported, and `missing` says why."""
+    """A library in a process of its own; `version` is None where it can't be started, and `missing` says why."""
 
     def __init__(self, library: str, threads: int) -> None:
         environment = {**os.environ, **threads_in_environment(threads)}
@@ -48,17 +50,18 @@ class Worker:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the driver, which ends its workers
         )
-        first = self._answer()
+        try:
+            first = self._answer()
+        except WorkerError as error:  # it died of its import
+            first = {"missing": str(error)}
         self.version: str | None = first.get("version")
         self.missing: str = first.get("missing", "")
 
     def ask(self, kind: str, about: Any = None) -> dict[str, Any]:
         questions = stream(self.process.stdin)
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it ended: the missing answer says so
             questions.write(json.dumps({kind: about}) + "\n")
             questions.flush()
-        except BrokenPipeError:
-            pass  # it ended: the missing answer says so
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -69,7 +72,8 @@ class Worker:
 
     def close(self) -> None:
         """End it, in the middle of a call if need be."""
-        stream(self.process.stdin).close()
+        with contextlib.suppress(BrokenPipeError):
+            stream(self.process.stdin).close()
         self.process.terminate()
         self.process.wait()
         stream(self.process.stdout).close()
@@ -170,35 +174,56 @@ class Report(NamedTuple):
 
 
 class Rounds:
-    """Lets a round begin when the machine gives every thread a core; `patience` seconds of waiting in a row at most."""
+    """Rounds in which the machine gives every thread a core; those in which it doesn't are waited out, or taken again.
+
+    After more than `patience` of them in a row it gives up if `strict`; else `counted` is False from then on.
+    """
 
     def __init__(self, threads: int, patience: int = PATIENCE, strict: bool = True) -> None:
         self.threads, self.patience, self.strict = threads, patience, strict
         self.dropped = 0
         self.counted = True
+        self._in_a_row = 0
 
     def begin(self) -> float:
-        """Wait for a round that counts; the FMA peak of all threads at its start.
+        """Wait until a round can count; the FMA peak of all threads then.
 
         Raises:
-            UncountedError: after too many that don't, if `strict`; else `counted` is False from then on.
+            UncountedError: it never could, if `strict`.
         """
-        waited = 0
+        while (peak := self._peak()) is None:
+            time.sleep(1.0)  # such a period lasts a while
+        return peak
+
+    def take(self, turns: Callable[[], T]) -> tuple[T, float]:
+        """What `turns` returns in a round that counted from start to end, and the mean of the FMA peaks there.
+
+        Raises:
+            UncountedError: as `begin`.
+        """
         while True:
-            one, many = (fma_peak(count, seconds=0.01, repeats=3) for count in (1, self.threads))
-            if self.threads == 1 or many >= TWO_THREADS_AT_LEAST * one or not self.counted:
-                return many
-            self.dropped += 1
-            waited += 1
-            if waited > self.patience:
-                if self.strict:
-                    raise UncountedError(
-                        f"{self.threads} threads reached under {TWO_THREADS_AT_LEAST} times one thread's FMA peak in "
-                        f"{waited} tries: this period doesn't count, measure again later"
-                    )
-                self.counted = False
-            else:
-                time.sleep(1.0)  # such a period lasts a while
+            before = self.begin()
+            result = turns()
+            if (after := self._peak()) is not None:
+                self._in_a_row = 0
+                return result, (before + after) / 2
+
+    def _peak(self) -> float | None:
+        """The FMA peak of all threads, or None where they have fewer cores and that isn't to be put up with."""
+        one, many = (fma_peak(count, seconds=0.01, repeats=3) for count in (1, self.threads))
+        if self.threads == 1 or many >= TWO_THREADS_AT_LEAST * one or not self.counted:
+            return many
+        self.dropped += 1
+        self._in_a_row += 1
+        if self._in_a_row <= self.patience:
+            return None
+        if self.strict:
+            raise UncountedError(
+                f"{self.threads} threads reached under {TWO_THREADS_AT_LEAST} times one thread's FMA peak "
+                f"{self._in_a_row} times in a row: this period doesn't count, measure again later"
+            )
+        self.counted = False
+        return many
 
 
 def measure(workers: dict[str, Worker], problem: Problem, count: int, rounds: Rounds) -> Measurement:
@@ -227,15 +252,23 @@ def measure(workers: dict[str, Worker], problem: Problem, count: int, rounds: Ro
             result.peak_bytes[name], result.errors[name] = answer["peak_bytes"], answer["error"]
             result.seconds[name] = []
     words = np.ones(shape.kv_bytes(DTYPES[dtype]) // 8, np.uint64) if shape.decoding else None
-    while len(result.ceilings) < count:
-        peak = rounds.begin()
+
+    def turns() -> tuple[dict[str, float], float]:
+        taken: dict[str, float] = {}
         for name in list(result.seconds)[:: -1 if len(result.ceilings) % 2 else 1]:
             answer = ask(name, "turn")
             if "refused" in answer:
                 result.refused[name] = answer["refused"]
             else:
-                result.seconds[name].append(answer["seconds"])
-        result.ceilings.append(peak if words is None else read_speed(words, rounds.threads, repeats=5))
+                taken[name] = answer["seconds"]
+        return taken, 0.0 if words is None else read_speed(words, rounds.threads, repeats=5)
+
+    while len(result.ceilings) < count:
+        (taken, read), peak = rounds.take(turns)
+        for name, seconds in taken.items():
+            if name in result.seconds:
+                result.seconds[name].append(seconds)
+        result.ceilings.append(peak if words is None else read)
     result.counted = rounds.counted
     return result
 
@@ -272,6 +305,8 @@ def measure_all(
             progress(f"starting {name}")
             workers[name] = Worker(name, threads)
         present = {name: worker for name, worker in workers.items() if worker.version is not None}
+        if OURS not in present:
+            raise WorkerError(workers[OURS].missing)
         results = []
         for number, (shape, dtype) in enumerate(problems, 1):
             progress(f"{number} of {len(problems)}: {shape.name}, {dtype}")

@@ -98,6 +98,7 @@ def torch(threads: int) -> Library:
     """`scaled_dot_product_attention`."""
     torch = importlib.import_module("torch")
     torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def prepare(shape: Shape, dtype: str) -> Call:

@@ -47,9 +47,13 @@ class Shape(NamedTuple):
         """Bytes of K and V together: what decoding one token reads at least."""
         return 2 * self.B * self.H_kv * self.S_kv * self.D * np.dtype(dtype).itemsize
 
+    def output_bytes(self, dtype: Any) -> int:
+        """Bytes of the output, and of q."""
+        return self.B * self.H * self.S_q * self.D * np.dtype(dtype).itemsize
+
     def bytes(self, dtype: Any) -> int:
         """Bytes of q, k, v and the output."""
-        return self.kv_bytes(dtype) + 2 * self.B * self.H * self.S_q * self.D * np.dtype(dtype).itemsize
+        return self.kv_bytes(dtype) + 2 * self.output_bytes(dtype)
 
     def inputs(self, dtype: Any = np.float32, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Standard normal q, k and v, the same for every dtype up to its rounding."""

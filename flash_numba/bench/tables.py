@@ -81,7 +81,8 @@ def show(
 ) -> None:
     """Print a table on the terminal, a rule between rows that differ in the first `group` columns.
 
-    The first `text_columns` are aligned left, and those in `left`. A row whose first cell is empty goes on with the problem of the one above.
+    The first `text_columns` are aligned left, and those in `left`. A row whose first cell is empty goes on with the
+    problem of the one above.
     """
     from rich.console import Console
     from rich.measure import Measurement as Width

@@ -51,7 +51,7 @@ class Turns:
         try:
             error = check(self._prepare, shape.small(), dtype)
             call = self._prepare(shape, dtype)
-            peak = peak_memory(call.run)
+            peak = peak_memory(call.run, shape.output_bytes(DTYPES[dtype]))
         except Refused as why:
             return {"refused": str(why)}
         except Exception as error:  # whatever a library raises for what it doesn't take
@@ -99,7 +99,7 @@ def difference(call: Call, shape: Shape, dtype: str) -> np.ndarray:
     return call.as_array(call.run()).astype(np.float64) - exact
 
 
-def peak_memory(run: Callable[[], Any]) -> int | None:
+def peak_memory(run: Callable[[], Any], result_bytes: int) -> int | None:
     """Bytes that a call needs at its peak over those in use before it, its result left out; None but on Linux.
 
     The first call of its size: later ones find the scratch that many libraries keep.
@@ -116,20 +116,14 @@ def peak_memory(run: Callable[[], Any]) -> int | None:
         run()
         return None
     before = status("VmRSS")
-    result = run()
-    peak = status("VmHWM")
-    return max(0, peak - before - size(result))
+    run()
+    return max(0, status("VmHWM") - before - result_bytes)
 
 
 def status(name: str) -> int:
     """A line of the process's memory figures, in bytes."""
     with open("/proc/self/status") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-
-
-def size(result: Any) -> int:
-    """Bytes of a result that the call allocated itself."""
-    return int(getattr(result, "nbytes", 0))
 
 
 def serve(library: str, threads: int, questions: TextIO, answers: TextIO) -> None:

@@ -21,8 +21,8 @@ from .. import dropout, ops, recurrence, scores
 from ..dtypes import BOOL
 from . import simd
 from .compile import HELPER, STAGE
-from .forward import control_at, of_head, operands, problem_at
-from .plan import CANCEL, TICKET
+from .forward import each_item, of_head, operands
+from .plan import CANCEL
 from .rows import all_finite, fetch_row, in_place, saturated, write_row
 from .rules import apply_term, scan_bias, softcap_scores
 from .simd import (
@@ -43,7 +43,6 @@ from .simd import (
     scalar,
     store,
     sum_of_lanes,
-    take_ticket,
     tile_width,
     top_of_lanes,
 )
@@ -355,21 +354,13 @@ def attend_share(p, plan, item, scratch, control):
     for r in range(rows):
         h, i = r // p.queries, r % p.queries
         sink = of_head(p.sinks, p.sink_strides, b, h0 + h, -inf) * scores.LOG2E
-        top, a, of_sink = recurrence.merge_weights(lane(m[r]), lane(real(m, sink)))
-        total = a * lane(l[r]) + of_sink
-        pointer_like(o, lse_at + h * p.lse_strides[1] + i * size)[0] = scalar(recurrence.lse(top, total))
-        factor = scalar(a * recurrence.finish(total) * lane(real(m, v_scale)))
+        row_lse, factor = recurrence.conclude(lane(m[r]), lane(l[r]), lane(real(m, sink)))
+        pointer_like(o, lse_at + h * p.lse_strides[1] + i * size)[0] = scalar(row_lse)
+        factor = scalar(factor * lane(real(m, v_scale)))
         for c in range(p.value_dim):
             staging[c] = o[r * o_stride + c] * factor
         to = out_at + h * p.out_strides[1] + i * p.out_strides[2]
         write_row(to, p.out_strides[3], p.out_format, staging, p.value_dim)
 
 
-def decode(problem, control, scratch):
-    """One thread: items until none is left or the call is cancelled. A C function like `forward.forward`."""
-    p, plan = problem_at(problem), control_at(control)
-    while read_flag(control + CANCEL) == 0:
-        item = take_ticket(control + TICKET)
-        if item >= plan.items:
-            return
-        attend_share(p, plan, item, scratch, control)
+decode = each_item(attend_share)

@@ -215,10 +215,9 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias
 def write_rows(o, m, l, staging, finals, rows, value_dim, out, strides, code, lse, sink, v_scale):
     """Take the sink in, normalise, and write a register tile's rows out. The state itself stays as it is."""
     width = tile_width(o)
-    top, a, of_sink = recurrence.merge_weights(load(m, 0), real(m, sink))
-    total = a * load(l, 0) + of_sink
-    store(recurrence.lse(top, total), finals, 0)
-    store(a * recurrence.finish(total) * real(m, v_scale), finals, 1)
+    row_lse, factor = recurrence.conclude(load(m, 0), load(l, 0), real(m, sink))
+    store(row_lse, finals, 0)
+    store(factor * real(m, v_scale), finals, 1)
     lse_out = pointer_like(o, lse)
     transpose(staging, value_dim, o, width, value_dim, rows)
     for r in range(rows):
@@ -361,14 +360,21 @@ def attend_rows(p, plan, item, scratch, control):
         write_empty_rows(staging, empty, value_dim, out_rows, p.out_strides, p.out_format, lse_rows, sink)
 
 
-def forward(problem, control, scratch):
-    """One thread: items until none is left or the call is cancelled.
+def each_item(attend):
+    """The work of one thread: items until none is left or the call is cancelled.
 
-    Compiled as a C function of three addresses for float32 and for float64, which `scratch` points to.
+    To be compiled as a C function of three addresses for float32 and for float64, which `scratch` points to.
     """
-    p, plan = problem_at(problem), control_at(control)
-    while read_flag(control + CANCEL) == 0:
-        item = take_ticket(control + TICKET)
-        if item >= plan.items:
-            return
-        attend_rows(p, plan, item, scratch, control)
+
+    def work(problem, control, scratch):
+        p, plan = problem_at(problem), control_at(control)
+        while read_flag(control + CANCEL) == 0:
+            item = take_ticket(control + TICKET)
+            if item >= plan.items:
+                return
+            attend(p, plan, item, scratch, control)
+
+    return work
+
+
+forward = each_item(attend_rows)

@@ -451,6 +451,16 @@ def scalar(typingctx, lane):
     return lane.dtype(lane), lambda context, builder, sig, args: args[0]
 
 
+def multiply_add(builder, a, b, c):
+    """a * b + c in one register, fused where the CPU can."""
+    if not TILE.fma:
+        return builder.fadd(c, builder.fmul(a, b))
+    bits = {ir.FloatType(): 32, ir.DoubleType(): 64}[a.type.element]
+    name = f"llvm.fma.v{a.type.count}f{bits}"
+    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
+    return builder.call(fma, [a, b, c])
+
+
 def register_addresses(builder, dtype, pointer, at, count):
     """The addresses of `count` neighbouring vector registers, from element number `at` of a pointer."""
     to = ir.VectorType(LLVM_FLOAT[dtype], TILE.register(dtype)).as_pointer()
@@ -478,13 +488,6 @@ def product_step(rows, registers, across, blend=None):
             instruction.align = dtype.bitwidth // 8
             return instruction
 
-        def multiply_add(a, b, c):
-            if not TILE.fma:
-                return builder.fadd(c, builder.fmul(a, b))
-            name = f"llvm.fma.v{lanes.register}f{dtype.bitwidth}"
-            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
-            return builder.call(fma, [a, b, c])
-
         def advance(k, sums, unroll):
             sums = list(sums)
             for u in range(unroll):
@@ -496,7 +499,7 @@ def product_step(rows, registers, across, blend=None):
                     a = splat(builder, lanes, builder.load(builder.gep(A, [builder.add(*along)])))
                     for n in range(registers):
                         i = m * registers + n
-                        sums[i] = multiply_add(a, b[n], sums[i])
+                        sums[i] = multiply_add(builder, a, b[n], sums[i])
             return sums
 
         def loop(start, stop, sums, unroll):
@@ -536,7 +539,7 @@ def product_step(rows, registers, across, blend=None):
             factors = [splat(builder, lanes, a) for a in scalars for _ in range(registers)]
         if blend:
             sums = [
-                multiply_add(a, aligned(builder.load(p)), value)
+                multiply_add(builder, a, aligned(builder.load(p)), value)
                 for a, p, value in zip(factors, targets, sums, strict=True)
             ]
         for p, value in zip(targets, sums, strict=True):
@@ -571,20 +574,15 @@ def dot_products(typingctx, C, A, stride, b, depth):
             value.align = align
             return value
 
-        def multiply_add(x, y, z):
-            if not TILE.fma:
-                return builder.fadd(z, builder.fmul(x, y))
-            name = f"llvm.fma.v{n}f{8 * align}"
-            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
-            return builder.call(fma, [x, y, z])
-
         entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
         builder.branch(body)
         builder.position_at_end(body)
         k = builder.phi(I64)
         sums = [builder.phi(vector) for _ in range(n)]
         y = load_at(b, k)
-        new = [multiply_add(load_at(A, builder.add(k, builder.mul(stride, I64(j)))), y, sums[j]) for j in range(n)]
+        new = [
+            multiply_add(builder, load_at(A, builder.add(k, builder.mul(stride, I64(j)))), y, sums[j]) for j in range(n)
+        ]
         k_next = builder.add(k, I64(n))
         builder.cbranch(builder.icmp_signed("<", k_next, depth), body, done)
         k.add_incoming(I64(0), entry)
