@@ -330,6 +330,7 @@ def bench_command(
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds. Default: 7, or 3 with --quick.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of every library. Default: all cores.")] = None,
+    spin: Annotated[bool, typer.Option("--spin", help="Let idle threads spin, for calls of microseconds.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few rounds, small problems.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw time and share of the ceiling.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure.")] = None,
@@ -348,9 +349,8 @@ def bench_command(
         names = command.chosen_peers(peers)
         problems = command.chosen_problems(chosen, [d.value for d in dtype or [Dtype.float32]], causal)
         with Console(stderr=True).status("measuring") as status:
-            run = command.measure(
-                problems, names, effort._replace(rounds=rounds or effort.rounds), threads, status.update
-            )
+            effort = effort._replace(rounds=rounds or effort.rounds)
+            run = command.measure(problems, names, effort, threads, not spin, status.update)
         command.print_run(run)
         if json_file:
             command.write_json(run, json_file)

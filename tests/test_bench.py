@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+import types
 from pathlib import Path
 
 import numba
@@ -260,6 +262,7 @@ def test_pools_are_told_how_many_threads_and_to_sleep():
     assert environment["OMP_WAIT_POLICY"] == "passive"
     assert {environment[name] for name in environment if name.endswith(("THREADS", "NPROC"))} == {"2"}
     assert {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"} <= set(environment)
+    assert "OMP_WAIT_POLICY" not in peers.threads_in_environment(2, passive=False)
 
 
 # --- a worker, in this process
@@ -328,6 +331,19 @@ def test_peak_memory_is_that_of_the_call():
 
     peak = worker.peak_memory(call, 2**24)
     assert peak is None or 60e6 < peak < 75e6
+
+
+def test_a_turn_ends_when_its_threads_sleep(monkeypatch):
+    # CPU time before and after each nap: the pool spins through two of them.
+    spent = iter([1.0, 1.002, 1.002, 1.004, 1.004, 1.004])
+    naps = []
+    clock = types.SimpleNamespace(perf_counter=time.perf_counter, process_time=lambda: next(spent), sleep=naps.append)
+    monkeypatch.setattr(worker, "time", clock)
+    worker.settle()
+    assert len(naps) == 3
+    monkeypatch.setattr(worker, "SETTLED_WITHIN", 0.0)
+    worker.settle()  # not for ever
+    assert len(naps) == 3
 
 
 # --- a worker in a process of its own
@@ -661,8 +677,8 @@ def measured(monkeypatch):
     """No time is spent; what the command asked to measure."""
     asked = {}
 
-    def measure(problems, names, effort, threads, progress):
-        asked.update(problems=problems, names=names, effort=effort, threads=threads)
+    def measure(problems, names, effort, threads, passive, progress):
+        asked.update(problems=problems, names=names, effort=effort, threads=threads, passive=passive)
         about = ceilings.machine()
         limits = {**LIMITS, "fma_gflops": {"float32": {1: 1.0}, "float64": {1: 0.5}}}
         return command.Run("2030-01-02", about, 2, effort.rounds, limits, report(*lengths()))
@@ -680,6 +696,9 @@ def test_defaults_follow_what_is_asked_for(measured, tmp_path):
     assert bench("--quick", "--dtype", "float16", "--dtype", "bfloat16", "--rounds", 2).exit_code == 0
     assert measured["problems"] == [(shape, dtype) for dtype in ("float16", "bfloat16") for shape in SHORT]
     assert measured["effort"].rounds == 2
+    assert measured["passive"]
+    assert bench("--spin").exit_code == 0
+    assert not measured["passive"]
 
 
 def test_a_plot_shows_lengths(measured, tmp_path):
@@ -714,7 +733,7 @@ def test_ctrl_c_ends_the_workers(monkeypatch):
     class Interrupted(FakeWorker):
         version, missing = "1", ""
 
-        def __init__(self, name, threads):
+        def __init__(self, name, threads, passive):
             super().__init__(name, [])
 
         def ask(self, kind, about=None):

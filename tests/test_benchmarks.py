@@ -292,10 +292,13 @@ def test_small_targets():
     assert rows["time over torch's, 8x8x32x64"].value == pytest.approx(0.6)
     assert rows["time over torch's, 8x8x32x64"].verdict == "met"
     assert rows["speed over onnxruntime, 8x8x32x64, float32"].verdict == "not measured"
+    spinning = limits.spinning_results([measured(tiny[0], "float32", 1.0, flash_numba=0.6, torch=1.0, numpy=2.0)])
+    assert [row.value for row in spinning] == pytest.approx([0.6, 0.3])
+    assert {row.verdict for row in spinning} == {"reported"}
 
 
 def test_a_machine_without_two_cores_says_so_once(monkeypatch):
-    def never(*_):
+    def never(*_, **__):
         raise driver.UncountedError("not today")
 
     monkeypatch.setattr(limits, "measure_all", never)

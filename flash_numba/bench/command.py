@@ -59,13 +59,15 @@ class Run(NamedTuple):
     report: Report
 
 
-def measure(problems: list[Problem], peers: list[str], effort: Effort, threads: int | None, progress: Progress) -> Run:
+def measure(
+    problems: list[Problem], peers: list[str], effort: Effort, threads: int | None, passive: bool, progress: Progress
+) -> Run:
     """The ceilings first, then every problem."""
     threads = threads or ceilings.cpu_count()
     progress("the machine's ceilings")
     Rounds(threads, effort.patience, strict=False).begin()  # in a period that counts, if there is one
     limits = ceilings.measure(effort.read_bytes, threads)
-    report = measure_all(problems, peers, effort.rounds, threads, effort.patience, strict=False, progress=progress)
+    report = measure_all(problems, peers, effort.rounds, threads, effort.patience, False, passive, progress)
     return Run(datetime.date.today().isoformat(), ceilings.machine(), threads, effort.rounds, limits, report)
 
 

@@ -37,8 +37,8 @@ class UncountedError(RuntimeError):
 class Worker:
     """A library in a process of its own; `version` is None where it can't be started, and `missing` says why."""
 
-    def __init__(self, library: str, threads: int) -> None:
-        environment = {**os.environ, **threads_in_environment(threads)}
+    def __init__(self, library: str, threads: int, passive: bool = True) -> None:
+        environment = {**os.environ, **threads_in_environment(threads, passive)}
         for held_back in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # to an older CPU's kernels, which isn't its speed
             environment.pop(held_back, None)
         self.library = library
@@ -280,6 +280,7 @@ def measure_all(
     threads: int | None = None,
     patience: int = PATIENCE,
     strict: bool = True,
+    passive: bool = True,
     progress: Progress = lambda words: None,
 ) -> Report:
     """Every problem by every library that is installed, this one first.
@@ -291,6 +292,7 @@ def measure_all(
         threads: Of every library and of the ceilings; None is all cores.
         patience: Seconds to wait for two threads to have two cores.
         strict: Whether to give up then, or to go on with figures that say so (`Measurement.counted`).
+        passive: Whether idle threads sleep, or wait as each library likes: calls of microseconds then wake none.
         progress: Called with what is being done.
 
     Raises:
@@ -303,7 +305,7 @@ def measure_all(
     try:
         for name in dict.fromkeys((OURS, *libraries)):
             progress(f"starting {name}")
-            workers[name] = Worker(name, threads)
+            workers[name] = Worker(name, threads, passive)
         present = {name: worker for name, worker in workers.items() if worker.version is not None}
         if OURS not in present:
             raise WorkerError(workers[OURS].missing)

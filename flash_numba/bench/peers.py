@@ -34,14 +34,15 @@ Prepare = Callable[[Shape, str], Call]
 Library = tuple[str, Prepare]
 
 
-def threads_in_environment(threads: int) -> dict[str, str]:
-    """What libraries read before they start their threads: how many, and that idle ones wait by sleeping.
+def threads_in_environment(threads: int, passive: bool = True) -> dict[str, str]:
+    """What libraries read before they start their threads: how many, and whether idle ones wait by sleeping.
 
-    A spinning pool would take the cores from whoever's turn is next.
+    A spinning pool would take the cores from whoever's turn is next, did a worker not wait for it (`worker.settle`).
     """
     counts = [f"{pool}_NUM_THREADS" for pool in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMBA")]
     counts += ["VECLIB_MAXIMUM_THREADS", "PJRT_NPROC"]  # Apple's BLAS, JAX
-    return {name: str(threads) for name in counts} | {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+    waiting = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"} if passive else {}
+    return {name: str(threads) for name in counts} | waiting
 
 
 def check_memory(needed: int) -> None:

@@ -31,6 +31,8 @@ TURN_SECONDS = 5e-3
 # Calls shorter than this come after an untimed one: threads sleep and caches hold another library's arrays when a turn
 # begins, which is no part of the figure, nor of the ceiling's.
 WARM_BELOW = 50e-3
+# How long to wait at most for a library's threads to fall asleep after its turn.
+SETTLED_WITHIN = 0.2
 
 # A library whose result is further from the exact one computes something else. Wide enough for sums kept in 16 bits.
 ERROR_AT_MOST = {"float64": 1e-6, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
@@ -68,7 +70,9 @@ class Turns:
         start = time.perf_counter()
         for _ in range(repeats):
             run()
-        return {"seconds": (time.perf_counter() - start) / repeats}
+        taken = time.perf_counter() - start
+        settle()
+        return {"seconds": taken / repeats}
 
     def errors(self) -> dict[str, Any]:
         """The largest error of the problem's output, and the root of the mean of the squares."""
@@ -76,6 +80,19 @@ class Turns:
         assert self._problem is not None
         off = difference(self._call, *self._problem)
         return {"max": float(np.abs(off).max()), "rms": float(np.sqrt(np.mean(off**2)))}
+
+
+def settle() -> None:
+    """Wait until this process's threads sleep: a pool that spins on would take the cores from whoever is next.
+
+    OpenBLAS's does for 25 ms, whatever the environment says about others.
+    """
+    deadline = time.perf_counter() + SETTLED_WITHIN
+    while time.perf_counter() < deadline:
+        before = time.process_time()
+        time.sleep(2e-3)
+        if time.process_time() - before < 2e-4:
+            return
 
 
 def seconds(run: Callable[[], Any]) -> float:

@@ -14,7 +14,7 @@ LINE = 64  # bytes of a cache line; parts of the scratch start on one
 BLOCK_Q, BLOCK_K = 192, 128
 # Up to so many queries a head, `decode.py` takes the call: from there on `forward.py`'s lanes are filled well enough.
 FEW_QUERIES = 16
-SHARE_KEYS = 1024  # keys of an item there
+SHARE_KEYS, SHARE_BLOCK = 1024, 256  # keys of an item there, and of a block
 
 CONTROL = np.dtype(
     [
@@ -125,7 +125,7 @@ def plan_decode(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
     group = int(min(problem["k_group"], problem["v_group"]))
     rows = group * int(problem["queries"])
     control = np.zeros((), CONTROL)
-    control["block_k"] = block_k = min(BLOCK_K, up_to(lanes.tile, max(1, keys)))
+    control["block_k"] = block_k = min(SHARE_BLOCK, up_to(lanes.tile, max(1, keys)))
     control["shares"] = shares = max(1, -(-keys // SHARE_KEYS))
     control["share_keys"] = SHARE_KEYS
     control["items"] = problem["batch"] * (problem["heads"] // group) * shares

@@ -553,53 +553,65 @@ def product_step(rows, registers, across, blend=None):
     return step
 
 
-@intrinsic
-def dot_products(typingctx, C, A, stride, b, depth):
-    """`C[j] = sum_k A[j * stride + k] * b[k]` for one register of numbers j; depth is a whole number of registers.
+def dot_step(row_by_row):
+    """A step `C[j] = sum_k A[j * stride + k] * b[k]` for one register of numbers j; depth is a whole number of registers.
 
     Lanes run along k; the sums of the lanes come out of a tree of shuffles and additions, one tree for all j.
+    row_by_row: A is read in the order of memory, for the first time that it is read. Read side by side, its rows come at
+    12 instead of 26 GB/s, as the CPU's prefetcher doesn't follow so many streams; from cache, side by side is faster.
     """
-    n = TILE.register(C.dtype)
-    vector = ir.VectorType(LLVM_FLOAT[C.dtype], n)
-    align = C.dtype.bitwidth // 8
 
     def codegen(context, builder, sig, args):
         C, A, stride, b, depth = args
-
-        def at(pointer, i):
-            return builder.bitcast(builder.gep(pointer, [i]), vector.as_pointer())
+        dtype = sig.args[0].dtype
+        n = TILE.register(dtype)
+        vector = ir.VectorType(LLVM_FLOAT[dtype], n)
+        align = dtype.bitwidth // 8
 
         def load_at(pointer, i):
-            value = builder.load(at(pointer, i))
+            value = builder.load(builder.bitcast(builder.gep(pointer, [i]), vector.as_pointer()))
             value.align = align
             return value
 
-        entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
-        builder.branch(body)
-        builder.position_at_end(body)
-        k = builder.phi(I64)
-        sums = [builder.phi(vector) for _ in range(n)]
-        y = load_at(b, k)
-        new = [
-            multiply_add(builder, load_at(A, builder.add(k, builder.mul(stride, I64(j)))), y, sums[j]) for j in range(n)
-        ]
-        k_next = builder.add(k, I64(n))
-        builder.cbranch(builder.icmp_signed("<", k_next, depth), body, done)
-        k.add_incoming(I64(0), entry)
-        k.add_incoming(k_next, body)
-        for phi, value in zip(sums, new, strict=True):
-            phi.add_incoming(vector(None), entry)
-            phi.add_incoming(value, body)
-        builder.position_at_end(done)
+        def sums_of(rows):
+            """The sums of these rows' products, lane by lane, in one loop over k."""
+            entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+            builder.branch(body)
+            builder.position_at_end(body)
+            k = builder.phi(I64)
+            sums = [builder.phi(vector) for _ in rows]
+            y = load_at(b, k)
+            new = []
+            for j, total in zip(rows, sums, strict=True):
+                x = load_at(A, builder.add(k, builder.mul(stride, I64(j))))
+                new.append(multiply_add(builder, x, y, total))
+            k_next = builder.add(k, I64(n))
+            builder.cbranch(builder.icmp_signed("<", k_next, depth), body, done)
+            k.add_incoming(I64(0), entry)
+            k.add_incoming(k_next, body)
+            for phi, value in zip(sums, new, strict=True):
+                phi.add_incoming(vector(None), entry)
+                phi.add_incoming(value, body)
+            builder.position_at_end(done)
+            return new
+
+        if row_by_row:
+            values = [total for j in range(n) for total in sums_of([j])]
+        else:
+            values = sums_of(range(n))
         step = 1
         while step < n:
-            pairs = [(new[r], new[r + 1]) for r in range(0, len(new), 2)]
-            new = [builder.fadd(*exchange(builder, x, y, n, step)) for x, y in pairs]
+            pairs = [(values[r], values[r + 1]) for r in range(0, len(values), 2)]
+            values = [builder.fadd(*exchange(builder, x, y, n, step)) for x, y in pairs]
             step *= 2
-        builder.store(new[0], at(C, I64(0))).align = align
+        builder.store(values[0], builder.bitcast(C, vector.as_pointer())).align = align
         return context.get_dummy_value()
 
-    return types.void(C, A, types.intp, b, types.intp), codegen
+    @intrinsic
+    def step(typingctx, C, A, stride, b, depth):
+        return types.void(C, A, types.intp, b, types.intp), codegen
+
+    return step
 
 
 # -- addresses, records, threads -------------------------------------------------------------------------------------
