@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.shapes import FULL
+from flash_numba.bench.shapes import FULL
 
 DTYPES = [np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
 FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = DTYPES

@@ -567,6 +567,7 @@ def test_dropout_keeps_its_share_and_depends_on_absolute_indices_only():
 # ---- torch, where it is installed
 
 
+@pytest.mark.interop
 @pytest.mark.parametrize("causal", [False, "top-left"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_agrees_with_torch(causal, masked):
