@@ -46,7 +46,8 @@ from .simd import (
     top_of_lanes,
 )
 
-ROWS, WIDE, LONG = 4, 4, 8  # a step's query rows by registers of columns; a single row has LONG of them
+# A step's query rows by registers of columns; a single row has LONG of them. With 16 registers, 4 x 4 would spill.
+ROWS, WIDE, LONG = 4 if simd.TILE.rows * simd.TILE.vectors >= 16 else 2, 4, 8
 value_step = simd.product_step(ROWS, WIDE, across=False, blend="rows")
 value_step_narrow = simd.product_step(ROWS, 1, across=False, blend="rows")
 value_step_long = simd.product_step(1, LONG, across=False, blend="rows")
