@@ -24,15 +24,20 @@ def check_choice(name: str, value: Any, allowed: tuple) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def plain_array(name: str, x: Any, allowed: str) -> np.ndarray:
+    """Whatever NumPy takes for an array."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be ignored; pass its data, and mask= for the keys")
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be {allowed}, got {type(x).__name__}: {error}") from None
+
+
 def operand(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
     """q, k or v as an array of at least two axes."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, whose mask would be ignored; pass x.data, and mask= for the keys")
     allowed = f"{DTYPE_NAMES}, {EIGHT_BIT_NAMES}" if allow_eight_bit else DTYPE_NAMES
-    try:
-        array = np.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array of {allowed}, got {type(x).__name__}: {error}") from None
+    array = plain_array(name, x, f"an array of {allowed}")
     native = array.dtype.newbyteorder("=")
     if native not in CODES and not (allow_eight_bit and native in EIGHT_BIT):
         raise TypeError(f"{name} must be an array of {allowed}, got {array.dtype} of shape {array.shape}")
@@ -51,9 +56,11 @@ def common_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.dtype:
 
 def number(name: str, value: Any, allowed: str) -> float:
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be {allowed}, got {value!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} must be {allowed}, got {reprlib.repr(value)}") from None
 
 
 def scale_factor(scale: float | None, dim: int) -> float:
@@ -103,11 +110,16 @@ def dropout_rate(dropout: float, seed: Any, training: bool) -> tuple[float, int]
         raise ValueError(f"seed must be given where dropout > 0, {allowed}, got None")
     try:
         value = seed.__index__()
-    except AttributeError:
+    except (AttributeError, TypeError):
         raise TypeError(f"seed must be {allowed}, got {seed!r}") from None
     if not 0 <= value < 2**64:
         raise ValueError(f"seed must be {allowed}, got {seed!r}")
     return rate, value
+
+
+def check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {value!r}")
 
 
 def check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, bshd: bool) -> None:
@@ -155,7 +167,7 @@ def score_terms(bias: Any, mask: Any, shape: tuple[int, ...]) -> list[np.ndarray
     for name, term in (("bias", bias), ("mask", mask)):
         if term is None:
             continue
-        array = np.asarray(term)
+        array = plain_array(name, term, f"boolean or one of {DTYPE_NAMES}")
         if format_code(array.dtype) is None:
             raise TypeError(
                 f"{name} must be boolean (True keeps a key) or one of {DTYPE_NAMES} (added to the scores), "
@@ -174,10 +186,10 @@ def per_head(name: str, value: Any, batch: tuple[int, ...], heads: int, heads_na
     if value is None:
         return None
     allowed = f"({heads_name},) = ({heads},) or (B, {heads_name}) = {(*batch, heads)}"
-    try:
-        array = np.asarray(value).astype(np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be floats of shape {allowed}, got {value!r}") from None
+    array = plain_array(name, value, f"floats of shape {allowed}")
+    if array.dtype.kind not in "fiu" and array.dtype not in CODES:
+        raise TypeError(f"{name} must be floats of shape {allowed}, got {array.dtype} of shape {array.shape}")
+    array = array.astype(np.float64)
     size = math.prod(batch)
     if array.shape not in ((heads,), (size, heads), (*batch, heads)):
         raise ValueError(f"{name} must have shape {allowed}, got {array.shape}")
@@ -195,7 +207,7 @@ def per_batch(name: str, value: Any, batch: tuple[int, ...], low: int, high: int
     """Integers from low to high, one for all batch elements or one each: int64 of shape (B,)."""
     if value is None:
         return None
-    array = np.asarray(value)
+    array = plain_array(name, value, "integers")
     size = math.prod(batch)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, one or one each of {size} batch elements, got {value!r}")
@@ -211,7 +223,7 @@ def key_count(name: str, value: Any) -> int:
     allowed = f"an integer from 0 to {MAX_POSITION}"
     try:
         count = value.__index__()
-    except AttributeError:
+    except (AttributeError, TypeError):
         raise TypeError(f"{name} must be {allowed}, got {value!r}") from None
     if not 0 <= count <= MAX_POSITION:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
@@ -220,7 +232,7 @@ def key_count(name: str, value: Any) -> int:
 
 def cumulative_lengths(name: str, value: Any, total: int) -> np.ndarray:
     """Where packed sequences start, and the end of the last: int64 of shape (sequences + 1,)."""
-    array = np.asarray(value)
+    array = plain_array(name, value, "a 1-D int32 or int64 array")
     quoted = reprlib.repr(array.tolist())
     if array.dtype.kind != "i" or array.dtype.itemsize not in (4, 8) or array.ndim != 1 or array.size == 0:
         raise TypeError(
@@ -245,6 +257,8 @@ def output_array(out: Any, shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if not out.flags.writeable:
         raise ValueError("out must be writeable, got a read-only array")
+    if any(stride == 0 and n > 1 for stride, n in zip(out.strides, out.shape, strict=True)):
+        raise ValueError(f"out must not overlap itself, got strides {out.strides} for shape {out.shape}")
     return out
 
 

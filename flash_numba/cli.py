@@ -225,6 +225,10 @@ def run_command(
     """Attention on arrays in files, which are mapped and not read whole. The output appears whole or not at all."""
     rule = {Causal.bottom_right: True, Causal.top_left: "top-left", None: False}[causal]
     arguments = {"causal": rule, "scale": scale, "layout": layout, "backend": backend}
+    for written in filter(None, (output, lse)):
+        for read in filter(None, (*inputs, mask)):
+            if written.exists() and read.exists() and written.samefile(read):
+                fail(f"{written}: is an input, which would be overwritten")
     try:
         set_threads(threads)
         arrays = read_inputs(inputs, (q, k, v), dtype)

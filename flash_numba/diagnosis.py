@@ -1,7 +1,7 @@
 """What the library found on this machine, how it would do a call, and compiling ahead."""
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -102,13 +102,11 @@ def of_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Info:
     return found
 
 
-def warmup(
-    dtypes: Iterable[Any] = (np.float32,), *, progress: Callable[[int, int, str], None] | None = None
-) -> list[str]:
+def warmup(dtypes: Any = (np.float32,), *, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
     """Compile the kernels for these dtypes now, or load them, so that later calls and processes find them ready.
 
     Args:
-        dtypes: Of q; float32, float16 and bfloat16 share their kernels.
+        dtypes: Of q, one or several; float32, float16 and bfloat16 share their kernels.
         progress: Called with kernels done, their number, and the name of the next one.
 
     Returns:
@@ -122,14 +120,17 @@ def warmup(
     from .dtypes import CODES
 
     widths = set()
-    for dtype in map(np.dtype, dtypes):
+    for item in [dtypes] if isinstance(dtypes, (str, type, np.dtype)) else list(dtypes):
+        try:
+            dtype = np.dtype(getattr(ml_dtypes, item) if item == "bfloat16" else item)
+        except TypeError:
+            dtype = None
         if dtype not in CODES:
-            raise TypeError(f"dtypes must be among {DTYPE_NAMES}, got {dtype}")
+            raise TypeError(f"dtypes must be among {DTYPE_NAMES}, got {item!r}")
         widths.add(np.dtype(np.float64 if dtype == np.float64 else np.float32))
     jobs: list[tuple[str, Callable[[], Any]]] = [("threads", launch.parallel_driver)]
     for wide in sorted(widths, key=str):
-        for kernel in KERNELS:
-            jobs.append((f"{kernel} {wide}", partial(launch.worker_address, kernel, wide)))
+        jobs += [(f"{kernel} {wide}", partial(launch.worker_address, kernel, wide)) for kernel in KERNELS]
     for done, (name, job) in enumerate(jobs):
         if progress is not None:
             progress(done, len(jobs), name)

@@ -8,7 +8,7 @@ import numpy as np
 
 from . import arguments as check
 from . import recurrence, reference
-from .prepared import Prepared, recall, remember
+from .prepared import Prepared, is_plain, recall, remember, window_items
 from .problem import Call, address, describe, packed_tiles
 from .scores import LOG2E
 
@@ -60,7 +60,8 @@ def attention(
             "top-left" keys j <= i (as in PyTorch and JAX).
         window: (left, right): a row at position p sees keys p - left <= j <= p + right, within the causal mask if there
             is one. None or -1 is unlimited. p is i + S_kv - S_q, or i for "top-left", or as `q_offset` has it.
-        scale: Factor of the scores, any finite number; 1 / sqrt(D) if None.
+        scale: Factor of the scores, any finite number; 1 / sqrt(D) if None. Scores themselves have to stay within the
+            format that is accumulated in, 3.4e38 for float32.
         softcap: Scores become softcap * tanh(score / softcap).
         bias: Added to the scores, broadcastable to (..., H, S_q, S_kv), of any dtype above; never materialised. -inf
             hides a key; other numbers, however low, don't.
@@ -103,6 +104,7 @@ def attention(
         type(q) is type(k) is type(v) is np.ndarray
         and bias is mask is alibi_slopes is sinks is q_lengths is kv_lengths is q_offset is k_scale is v_scale is None
         and out is progress is None
+        and is_plain(scale, softcap, dropout, causal, layout, backend, *window_items(window))
         and dropout == 0
     ):
         shapes = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
@@ -112,6 +114,7 @@ def attention(
             out, lse = prepared.run(q, k, v)
             return (out, lse) if return_lse else out
     check.check_choice("backend", backend, BACKENDS)
+    check.check_callable("progress", progress)
     call, result = checked_call(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset,
@@ -172,7 +175,8 @@ def attention_varlen(
         ValueError, TypeError: as `attention`; offsets that don't start at 0, decrease, or lie beyond the rows.
     """
     check.check_choice("backend", backend, BACKENDS)
-    q, k, v = (np.asarray(x) for x in (q, k, v))
+    check.check_callable("progress", progress)
+    q, k, v = check.operand("q", q), check.operand("k", k, True), check.operand("v", v, True)
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (total, H, D), got {q.shape}, {k.shape} and {v.shape}")
     starts = {
@@ -270,9 +274,15 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
     Formula: `recurrence.merge_weights`, as in split-KV decoding (Dao et al. 2023, Flash-Decoding).
     """
     check.check_choice("layout", layout, LAYOUTS)
-    outs, lses = [np.asarray(out) for out in outs], [np.asarray(lse) for lse in lses]
+    try:
+        outs = [check.operand("outs", out) for out in outs]
+        lses = [check.plain_array("lses", lse, "float32 or float64 arrays") for lse in lses]
+    except TypeError as error:
+        raise TypeError(f"outs and lses must be sequences of arrays: {error}") from None
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs and lses must be as many, and at least one, got {len(outs)} and {len(lses)}")
+    if any(lse.dtype not in (np.float32, np.float64) for lse in lses):
+        raise TypeError(f"lses must be float32 or float64, got {[str(lse.dtype) for lse in lses]}")
     swap = layout == "bshd" and outs[0].ndim > 2
     parts = [out.swapaxes(-3, -2) if swap else out for out in outs]
     for out, lse in zip(parts, lses, strict=True):
@@ -288,7 +298,8 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
     with np.errstate(invalid="ignore"):  # NaN is passed on
         for out, lse in zip(parts, lses, strict=True):
             m, a, b = recurrence.merge_weights(m, lse * dtype.type(LOG2E))
-            total = total * a[..., None] + out * b[..., None]
+            empty = (lse == -np.inf)[..., None]  # whatever its output holds
+            total = total * a[..., None] + np.where(empty, 0, out) * b[..., None]
             l = a * l + b
         many = parts[0].ndim > 2
         sink = check.per_head("sinks", sinks, (1,), parts[0].shape[-3] if many else 1, "H")
@@ -312,6 +323,7 @@ def checked_call(
     the accumulation format.
     """
     check.check_choice("layout", layout, LAYOUTS)
+    causal = bool(causal) if isinstance(causal, np.bool_) else causal
     check.check_choice("causal", causal, CAUSAL)
     q, k, v = check.operand("q", q), check.operand("k", k, True), check.operand("v", v, True)
     dtype = check.common_dtype(q, k, v)
@@ -359,7 +371,8 @@ def finished(call: Call, result: np.ndarray, layout: str) -> tuple[np.ndarray, n
     """(out, lse) as the caller knows them, the output copied where it was computed aside."""
     assert call.out is not None
     if not np.may_share_memory(call.out, result):
-        check.heads_view(result, layout == "bshd")[...] = call.out
+        with np.errstate(over="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
+            check.heads_view(result, layout == "bshd")[...] = call.out
     return result, call.lse[(0,) * (4 - result.ndim)]  # without the axes that a 2-D or 3-D q doesn't have
 
 
@@ -399,6 +412,7 @@ def run_reference(call: Call, causal: bool | str) -> None:
         q_lengths=call.q_lengths, kv_lengths=call.kv_lengths, q_offset=call.q_offset, k_offset=call.k_offset,
         dropout=call.dropout, seed=call.seed, k_scale=call.k_scales, v_scale=call.v_scales,
     )  # fmt: skip
-    call.lse[...] = exact_lse
-    if call.out is not None:
-        call.out[...] = exact
+    with np.errstate(over="ignore"):
+        call.lse[...] = exact_lse
+        if call.out is not None:
+            call.out[...] = exact

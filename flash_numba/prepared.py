@@ -1,7 +1,7 @@
 """Calls seen before: repeated calls of the same shapes and rules skip the checks and the planning.
 
-A small call is over in microseconds, checking and describing it takes a hundred. What depends on shapes, strides, dtypes
-and plain rules only is kept from the first such call; a later one fills in five addresses.
+A small call is over in microseconds, checking and describing it takes a hundred. What depends on shapes, strides,
+dtypes and plain rules only is kept from the first such call; a later one fills in five addresses.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import numpy as np
 
 from .problem import address
 
+PLAIN = {type(None), bool, int, float, str}
 LIMIT = 512  # calls remembered; all are forgotten when there are more
 
 _known: dict[tuple, "Prepared"] = {}
@@ -33,18 +34,21 @@ class Prepared(NamedTuple):
         return out, lse
 
 
+def is_plain(*arguments: Any) -> bool:
+    """Whether arguments are of types that compare by value and can't change: only such calls are remembered."""
+    return all(type(argument) in PLAIN for argument in arguments)
+
+
+def window_items(window: Any) -> tuple:
+    """What `is_plain` has to look at for a window."""
+    return window if type(window) is tuple else (window,)
+
+
 def recall(key: tuple) -> Prepared | None:
-    try:
-        return _known.get(key)
-    except TypeError:  # an argument that can't be hashed: the checks will say what is wrong with it, if anything is
-        return None
+    return _known.get(key)
 
 
 def remember(key: tuple, prepared: Prepared) -> None:
-    try:
-        hash(key)
-    except TypeError:
-        return
     if len(_known) >= LIMIT:
         _known.clear()
     _known[key] = prepared

@@ -54,7 +54,7 @@ def lse(m, l):
 def conclude(m, l, sink):
     """What a row has come to: its log-sum-exp, and the factor that O is normalised by.
 
-    The sink is a logit without a value, in base 2; -inf for none. It is one more state, (sink, 1, 0), merged at the end.
+    The sink is a logit without a value, in base 2; -inf for none. It is one more state, (sink, 1, 0), merged last.
     """
     m, alpha, of_sink = merge_weights(m, sink)
     l = alpha * l + of_sink

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from . import arguments as check
-from .interface import checked_call, finished, run
+from .interface import CAUSAL, LAYOUTS, checked_call, finished, run
 
 
 class AttentionStream:
@@ -52,6 +52,9 @@ class AttentionStream:
         v_scale: Any = None,
         layout: str = "bhsd",
     ) -> None:
+        check.check_choice("layout", layout, LAYOUTS)
+        causal = bool(causal) if isinstance(causal, np.bool_) else causal
+        check.check_choice("causal", causal, CAUSAL)
         if q_offset is not None and kv_total is not None:
             raise ValueError(f"q_offset and kv_total exclude each other, got {q_offset!r} and {kv_total!r}")
         if q_offset is None and kv_total is None and (causal or window is not None or alibi_slopes is not None):
@@ -63,7 +66,8 @@ class AttentionStream:
         self._q = np.array(check.operand("q", q))  # of its own: the caller may reuse the array between chunks
         if kv_total is not None:
             queries = check.heads_view(self._q, layout == "bshd").shape[-2]
-            q_offset = 0 if causal == "top-left" else check.key_count("kv_total", kv_total) - queries
+            kv_total = check.key_count("kv_total", kv_total)
+            q_offset = 0 if causal == "top-left" else kv_total - queries
         self._rules: dict[str, Any] = {
             "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout": rate, "seed": seed, "training": training, "k_scale": k_scale,
@@ -71,6 +75,7 @@ class AttentionStream:
         }  # fmt: skip
         self._layout = layout
         self._counts_from_offset = kv_total is None
+        self._kv_total = kv_total
         self._keys = 0
         self._state: np.ndarray | None = None
         self._last: tuple[np.ndarray, np.ndarray] | None = None  # no keys of the last chunk: its shape and dtypes
@@ -88,11 +93,16 @@ class AttentionStream:
         """Take the next keys and values in; `bias` and `mask` are for these keys. Returns the stream.
 
         Raises:
-            ValueError, TypeError: as `attention`; a value dimension other than the chunks' before.
+            ValueError, TypeError: as `attention`; a value dimension other than the chunks' before, or more keys than
+                `kv_total`.
             RuntimeError: an absorb before this one was interrupted, which leaves the state half brought forward.
         """
         self._check_state()
         call, _ = checked_call(self._q, k, v, bias=bias, mask=mask, k_offset=self._keys, **self._rules)
+        if self._kv_total is not None and self._keys + call.k.shape[-2] > self._kv_total:
+            raise ValueError(
+                f"kv_total={self._kv_total} keys were announced, got {call.k.shape[-2]} more after {self._keys}"
+            )
         if self._last is not None and self._last[1].shape[-1] != call.v.shape[-1]:
             raise ValueError(
                 f"v must have the value dimension of the chunks before, {self._last[1].shape[-1]}, "
@@ -127,4 +137,4 @@ class AttentionStream:
 
     def _check_state(self) -> None:
         if self._interrupted:
-            raise RuntimeError("the stream's last absorb was interrupted; start a new stream")
+            raise RuntimeError("the stream's last absorb was interrupted, or still runs in another thread")

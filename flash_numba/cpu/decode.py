@@ -1,15 +1,15 @@
 """The attention forward on a CPU for few queries: all query rows that share a key head, against a share of its keys.
 
-With one query (decoding) or a handful (speculative decoding) there are too few rows to fill SIMD lanes with, and the time
-goes into reading K and V. So lanes run along the head dimension for the scores and along the value's columns for the
-output, both read in place, once for all rows of the group:
+With one query (decoding) or a handful (speculative decoding) there are too few rows to fill SIMD lanes with, and the
+time goes into reading K and V. So lanes run along the head dimension for the scores and along the value's columns for
+the output, both read in place, once for all rows of the group:
 
-    S[row, key]  = sum_t Q[row, t] * K[key, t]        lanes along t, summed across at the end (`simd.dot_products`)
+    S[row, key]  = sum_t Q[row, t] * K[key, t]        lanes along t, summed across at the end (`simd.dot_step`)
     O[row, c]    = alpha[row] * O[row, c] + sum_j P[row, j] * V[j, c]        lanes along c (`simd.product_step`)
 
-Keys are split at fixed multiples into items, so that one long sequence keeps all threads busy. Whoever finishes the last
-share of a head merges all of them, in the order of their keys (Flash-Decoding, Dao et al. 2023); the result is the same
-whoever that is.
+Keys are split at fixed multiples into items, so that one long sequence keeps all threads busy. Whoever finishes the
+last share of a head merges all of them, in the order of their keys (Flash-Decoding, Dao et al. 2023); the result is the
+same whoever that is.
 """
 
 from math import inf
@@ -109,8 +109,8 @@ def prefetch_rows(address, first, last, stride, size):
 def multiply_keys(s, s_stride, k, k_stride, q, rows, keys, dim, next_k, next_v, next_keys, strides, sizes):
     """S[row, key] = sum_t Q[row, t] K[key, t], a register of keys at a time for all rows, while the keys are in cache.
 
-    The first row reads them in the order of memory, which the CPU's own prefetcher follows. `next_keys` rows of the next
-    block are asked for meanwhile: of use to formats that are converted, 1.2x, and a hindrance to those read in place.
+    The first row reads them in the order of memory, which the CPU's own prefetcher follows. `next_keys` rows of the
+    next block are asked for meanwhile: of use to formats that are converted, 1.2x, a hindrance to those read in place.
     """
     n = register_width(s)
     for j in range(0, keys - n + 1, n):

@@ -55,8 +55,8 @@ def choose_register_tile(triple: str, features: str) -> RegisterTile:
         return RegisterTile(512, 8, 2, True)
     if {"+avx2", "+fma"} <= have:
         return RegisterTile(256, 4, 3, True)  # 16 registers
-    # 16 registers, and products need some: 33 GFLOP/s on Zen 4 at D = 64 and 128, with a spill for 4 multiplications; 4 x 3
-    # with twice as many reaches 29, 4 x 2 with next to none 30, as broadcasts take two instructions here.
+    # 16 registers, and products need some: 33 GFLOP/s on Zen 4 at D = 64 and 128, with a spill for 4 multiplications;
+    # 4 x 3 with twice as many reaches 29, 4 x 2 with next to none 30, as broadcasts take two instructions here.
     return RegisterTile(128, 2, 4, False)
 
 
@@ -472,10 +472,10 @@ def product_step(rows, registers, across, blend=None):
     """The step that every matrix product is made of: `P[m, lanes] = sum_k A[m, k] * B[k, lanes]`, kept in registers.
 
     `rows` numbers m and `registers` vector registers of lanes. A[m, k] is `A[m + k * a_stride]` if `across`, else
-    `A[m * a_stride + k]`; rows of B and C lie `b_stride` and `c_stride` elements apart. The step writes `C = P`, or with
-    `blend` `C = alpha * C + P`, where alpha has a number for each lane ("lanes") or for each row ("rows"): the old output
-    is rescaled and each block summed from zero, which keeps rounding errors from growing with the number of keys. Sums
-    run in the order of k, fused, for any shape of the step, so the bits of a number in C don't depend on it.
+    `A[m * a_stride + k]`; rows of B and C lie `b_stride` and `c_stride` elements apart. The step writes `C = P`, or
+    with `blend` `C = alpha * C + P`, where alpha has a number for each lane ("lanes") or for each row ("rows"): the old
+    output is rescaled and each block summed from zero, which keeps rounding errors from growing with the number of
+    keys. Sums run in the order of k, fused, for any shape of the step, so the bits of a number in C don't depend on it.
     """
 
     def codegen(context, builder, sig, args):
@@ -554,11 +554,11 @@ def product_step(rows, registers, across, blend=None):
 
 
 def dot_step(row_by_row):
-    """A step `C[j] = sum_k A[j * stride + k] * b[k]` for one register of numbers j; depth is a whole number of registers.
+    """A step `C[j] = sum_k A[j * stride + k] * b[k]` for one register of numbers j; depth is whole registers.
 
     Lanes run along k; the sums of the lanes come out of a tree of shuffles and additions, one tree for all j.
-    row_by_row: A is read in the order of memory, for the first time that it is read. Read side by side, its rows come at
-    12 instead of 26 GB/s, as the CPU's prefetcher doesn't follow so many streams; from cache, side by side is faster.
+    row_by_row: A is read in the order of memory, for the first time that it is read. Read side by side, its rows come
+    at 12 instead of 26 GB/s, as the CPU's prefetcher doesn't follow so many streams; from cache, that is faster.
     """
 
     def codegen(context, builder, sig, args):

@@ -1,0 +1,167 @@
+"""Arguments that lie about themselves: what looks alike but isn't, and what other libraries let slip."""
+
+import warnings
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import flash_numba
+from flash_numba import AttentionStream, attention, attention_partial, attention_varlen, merge, prepared
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture
+def qkv():
+    return normal(2, 4, 9, 16), normal(2, 2, 13, 16, seed=1), normal(2, 2, 13, 16, seed=2)
+
+
+# ---- repeated calls are remembered by value: nothing that changes or only compares equal may be taken for another
+
+
+class Mutable:
+    """A number that can change, like a learnable parameter."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        return self.value
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_that_changes_is_read_at_every_call(qkv, name):
+    number = Mutable(0.1)
+    attention(*qkv, **{name: number})
+    number.value = 5.0
+    np.testing.assert_array_equal(attention(*qkv, **{name: number}), attention(*qkv, **{name: 5.0}))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"window": (3, 0)}, {"window": (3.0, 0.0)}),
+        ({"scale": 1.0}, {"scale": 1 + 0j}),
+        ({"softcap": 2.0}, {"softcap": 2 + 0j}),
+        ({"causal": True}, {"causal": 1}),
+        ({}, {"dropout": np.array([0.0, 0.0])}),
+    ],
+)
+def test_checks_dont_depend_on_calls_before(qkv, good, bad):
+    attention(*qkv, **good)
+    attention(*qkv, **good)
+    with pytest.raises((TypeError, ValueError)):
+        attention(*qkv, **bad)
+
+
+def test_remembered_calls_follow_memory_strides_and_layout():
+    q = normal(1, 6, 6, 16)
+    for view in (q, q[..., ::-1], q.transpose(0, 2, 1, 3), q[:, ::-1], np.asfortranarray(q), q.astype(">f4"), q.copy()):
+        for layout in ("bhsd", "bshd"):
+            for causal in (False, True, "top-left"):
+                for _ in range(2):  # the second time it is remembered
+                    got = attention(view, view, view, causal=causal, layout=layout)
+                    want = attention(view, view, view, causal=causal, layout=layout, backend="reference")
+                    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_not_more_than_so_many_calls_are_remembered(monkeypatch):
+    monkeypatch.setattr(prepared, "LIMIT", 3)
+    for n in range(1, 9):
+        x = normal(n, 4)
+        attention(x, x, x)
+    assert len(prepared._known) <= 3
+
+
+# ---- bad input gets an error that names it
+
+
+MASKED = np.ma.masked_array(np.ones(13, bool), [0] + [1] * 12)
+RAGGED = [[1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"mask": MASKED}, "mask"),
+        ({"bias": np.ma.masked_array(np.ones(13))}, "bias"),
+        ({"mask": RAGGED}, "mask"),
+        ({"bias": RAGGED}, "bias"),
+        ({"q_lengths": RAGGED}, "q_lengths"),
+        ({"k_scale": RAGGED}, "k_scale"),
+        ({"alibi_slopes": np.ones(4) * 1j}, "alibi_slopes"),
+        ({"alibi_slopes": ["1"] * 4}, "alibi_slopes"),
+        ({"scale": 10**400}, "scale"),
+        ({"scale": "0.5"}, "scale"),
+        ({"dropout": np.array([0.1, 0.2])}, "dropout"),
+        ({"dropout": 0.2, "seed": np.array([3, 4])}, "seed"),
+        ({"progress": 3}, "progress"),
+        ({"out": np.lib.stride_tricks.as_strided(np.zeros(16, np.float32), (2, 4, 9, 16), (0, 0, 0, 4))}, "out"),
+    ],
+)
+def test_errors_name_the_argument(qkv, options, name):
+    with pytest.raises((TypeError, ValueError), match=name):
+        attention(*qkv, **options)
+
+
+def test_errors_of_other_calls(qkv):
+    q, k, v = qkv
+    with pytest.raises(TypeError, match="cu_seqlens_q"):
+        attention_varlen(normal(10, 4, 16), normal(12, 2, 16), normal(12, 2, 16), RAGGED, [0, 1])
+    with pytest.raises(TypeError, match="k_offset"):
+        attention_partial(q, k, v, q_offset=4, k_offset=np.array([1, 2]))
+    with pytest.raises(ValueError, match="causal"):
+        AttentionStream(q, causal=np.array([1, 2]), kv_total=3)
+    with pytest.raises(ValueError, match="kv_total=5"):
+        AttentionStream(q, kv_total=5).absorb(k, v)
+    with pytest.raises(TypeError, match="float32"):
+        flash_numba.warmup(["nope"])
+
+
+def test_merge_checks_its_parts(qkv):
+    out, lse = attention_partial(*qkv, q_offset=0)
+    for outs, lses in (([out.astype(int)], [lse]), ([out], [lse.astype(int)]), ([out], [lse + 0j]), (None, None)):
+        with pytest.raises(TypeError, match="outs"):
+            merge(outs, lses)
+    nothing = np.full_like(lse, -np.inf)
+    np.testing.assert_array_equal(merge([out, out * np.nan], [lse, nothing])[0], merge([out], [lse])[0])
+
+
+def test_a_numpy_bool_is_a_bool(qkv):
+    np.testing.assert_array_equal(attention(*qkv, causal=np.True_), attention(*qkv, causal=True))
+
+
+def test_one_dtype_may_be_warmed_up_by_name():
+    assert flash_numba.warmup("float32") == flash_numba.warmup(["float32"]) == flash_numba.warmup(np.float32)
+    assert flash_numba.warmup("bfloat16") == flash_numba.warmup("float16")
+
+
+def test_overflow_of_a_smaller_output_is_infinity_without_a_warning(qkv):
+    q, k, v = (x.astype(np.float64) for x in qkv)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = attention(q, k, np.full_like(v, 1e6), out=np.empty(q.shape, np.float16))
+    assert np.isposinf(out).all()
+
+
+def test_run_refuses_to_overwrite_its_input(tmp_path):
+    from flash_numba.cli import app
+
+    x = normal(5, 8)
+    files = [tmp_path / f"{name}.npy" for name in "qkv"]
+    for file in files:
+        np.save(file, x)
+    np.savez(tmp_path / "all.npz", q=x, k=x, v=x)
+    for arguments in (
+        [*files, "-o", files[0]],
+        [tmp_path / "all.npz", "-o", tmp_path / "all.npz"],
+        [*files, "-o", tmp_path / "out.npy", "--lse", files[1]],
+    ):
+        result = CliRunner().invoke(app, ["run", *map(str, arguments)])
+        assert result.exit_code == 2
+        assert "would be overwritten" in result.output
+    assert not (tmp_path / "out.npy").exists()
+    np.testing.assert_array_equal(np.load(files[0]), x)
