@@ -188,7 +188,7 @@ def per_head(name: str, value: Any, batch: tuple[int, ...], heads: int, heads_na
     allowed = f"({heads_name},) = ({heads},) or (B, {heads_name}) = {(*batch, heads)}"
     array = plain_array(name, value, f"floats of shape {allowed}")
     if array.dtype.kind not in "fiu" and array.dtype not in CODES:
-        raise TypeError(f"{name} must be floats of shape {allowed}, got {array.dtype} of shape {array.shape}")
+        raise TypeError(f"{name} must be floats of shape {allowed}, got {array.dtype}: {reprlib.repr(value)}")
     array = array.astype(np.float64)
     size = math.prod(batch)
     if array.shape not in ((heads,), (size, heads), (*batch, heads)):
@@ -198,7 +198,7 @@ def per_head(name: str, value: Any, batch: tuple[int, ...], heads: int, heads_na
 
 def head_scales(name: str, value: Any, batch: tuple[int, ...], heads: int) -> np.ndarray | None:
     """A scale for all, each key head, or each batch element and key head."""
-    if value is not None and np.ndim(value) == 0:
+    if value is not None and plain_array(name, value, "a number or an array of floats").ndim == 0:
         value = np.full(heads, number(name, value, "a number or an array of floats"))
     return per_head(name, value, batch, heads, "H_kv")
 

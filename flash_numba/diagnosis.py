@@ -122,7 +122,7 @@ def warmup(dtypes: Any = (np.float32,), *, progress: Callable[[int, int, str], N
     widths = set()
     for item in [dtypes] if isinstance(dtypes, (str, type, np.dtype)) else list(dtypes):
         try:
-            dtype = np.dtype(getattr(ml_dtypes, item) if item == "bfloat16" else item)
+            dtype = np.dtype(ml_dtypes.bfloat16 if item == "bfloat16" else item)
         except TypeError:
             dtype = None
         if dtype not in CODES:

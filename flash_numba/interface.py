@@ -8,7 +8,7 @@ import numpy as np
 
 from . import arguments as check
 from . import recurrence, reference
-from .prepared import Prepared, is_plain, recall, remember, window_items
+from .prepared import Prepared, is_plain, recall, remember
 from .problem import Call, address, describe, packed_tiles
 from .scores import LOG2E
 
@@ -104,7 +104,7 @@ def attention(
         type(q) is type(k) is type(v) is np.ndarray
         and bias is mask is alibi_slopes is sinks is q_lengths is kv_lengths is q_offset is k_scale is v_scale is None
         and out is progress is None
-        and is_plain(scale, softcap, dropout, causal, layout, backend, *window_items(window))
+        and is_plain(window, scale, softcap, dropout, causal, layout, backend)
         and dropout == 0
     ):
         shapes = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)

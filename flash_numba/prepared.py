@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .problem import address
+from .problem import PROBLEM, SEQUENCE, address
 
-PLAIN = {type(None), bool, int, float, str}
+PLAIN, SIDES = {type(None), bool, int, float, str}, {type(None), int}
+SHIFT, KEY_INDEX = (PROBLEM.fields[name][1] // 8 for name in ("shift", "key_index"))  # type: ignore[index]
 LIMIT = 512  # calls remembered; all are forgotten when there are more
 
 _known: dict[tuple, "Prepared"] = {}
@@ -34,14 +35,21 @@ class Prepared(NamedTuple):
         return out, lse
 
 
-def is_plain(*arguments: Any) -> bool:
+def following_keys(launch: Any, tables: list, count: int) -> Any:
+    """The launch for the keys that come `count` keys after those of a launch; its tables are moved on in place."""
+    words = launch.words.copy()
+    words[SHIFT] -= count
+    words[KEY_INDEX] += count
+    for table in tables:
+        if table.dtype == SEQUENCE:
+            table["shift"] -= count
+    return launch._replace(words=words)
+
+
+def is_plain(window: Any, *arguments: Any) -> bool:
     """Whether arguments are of types that compare by value and can't change: only such calls are remembered."""
-    return all(type(argument) in PLAIN for argument in arguments)
-
-
-def window_items(window: Any) -> tuple:
-    """What `is_plain` has to look at for a window."""
-    return window if type(window) is tuple else (window,)
+    sides = window if type(window) is tuple else (window,)
+    return all(type(x) in PLAIN for x in arguments) and all(type(side) in SIDES for side in sides)
 
 
 def recall(key: tuple) -> Prepared | None:

@@ -18,6 +18,14 @@ _int, _float = np.int64, np.float64
 
 UNLIMITED = 2**42  # a window's side without a limit, larger than the distance of any two positions
 
+AXES = ("batch", "head", "row", "column")
+
+
+def strides_of(*names: str, axes: tuple[str, ...] = AXES) -> list[tuple]:
+    """Fields for the byte strides of arrays: `q_batch`, `q_head` and so on."""
+    return [(f"{name}_{axis}", _int) for name in names for axis in axes]
+
+
 # What one batch element, or one packed sequence, has of its own: byte offsets, lengths, and where row 0 stands.
 SEQUENCE = np.dtype(
     [
@@ -26,7 +34,8 @@ SEQUENCE = np.dtype(
         ("v", _int),
         ("out", _int),
         ("lse", _int),
-        ("terms", _int, 2),
+        ("bias", _int),
+        ("mask", _int),
         ("queries", _int),
         ("keys", _int),
         ("shift", _int),
@@ -45,17 +54,20 @@ PROBLEM = np.dtype(
         ("v", _int),
         ("out", _int),  # none: a stream's state is brought forward, nothing is written out
         ("lse", _int),
-        # byte strides: batch, head, row (of q and out: query; of k and v: key), column; lse: batch, head
-        ("q_strides", _int, 4),
-        ("k_strides", _int, 4),
-        ("v_strides", _int, 4),
-        ("out_strides", _int, 4),
-        ("lse_strides", _int, 2),
+        # two terms of the scores, each a float bias or a boolean mask by its format, bias standing for the first
+        ("bias", _int),
+        ("mask", _int),
+        # byte strides; a row of q, out, bias and mask is a query, one of k and v a key. (One field each: an array of
+        # strides in a record costs Numba more to compile than all fields.)
+        *strides_of("q", "k", "v", "out", "bias", "mask"),
+        *strides_of("lse", "slope", "sink", "k_scale", "v_scale", axes=("batch", "head")),
         # dtypes.format_code of each
         ("q_format", _int),
         ("k_format", _int),
         ("v_format", _int),
         ("out_format", _int),
+        ("bias_format", _int),
+        ("mask_format", _int),
         # sizes
         ("batch", _int),
         ("heads", _int),
@@ -71,19 +83,11 @@ PROBLEM = np.dtype(
         ("shift", _int),  # row i stands at position i + shift, counted from the first key given (scores.py)
         ("left", _int),  # a row sees the keys from position - left to position + right
         ("right", _int),
-        # two terms of the scores, each a float bias or a boolean mask by its format, the bias first
-        ("terms", _int, 2),
-        ("term_strides", _int, (2, 4)),
-        ("term_formats", _int, 2),
-        # float64 arrays of strides (batch, head) in bytes
+        # float64 arrays with a number for each batch element and head (key head: k_scales, v_scales)
         ("slopes", _int),  # ALiBi
-        ("slope_strides", _int, 2),
         ("sinks", _int),
-        ("sink_strides", _int, 2),
-        ("k_scales", _int),  # strides in key heads
-        ("k_scale_strides", _int, 2),
+        ("k_scales", _int),
         ("v_scales", _int),
-        ("v_scale_strides", _int, 2),
         # dropout: a key is kept where its random word reaches the threshold
         ("drop_below", _int),
         ("keep_factor", _float),  # 0: no dropout
@@ -153,20 +157,18 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
     views = {"q": call.q, "k": call.k, "v": call.v}
     if call.out is not None:
         views["out"] = call.out
-    strides: dict = {}
-    for name, array in views.items():
+    bias_or_mask = {"mask" if term.dtype == np.bool_ else "bias": term for term in call.terms}
+    if len(call.terms) == 2:
+        bias_or_mask = dict(zip(("bias", "mask"), call.terms, strict=True))
+    strides = {"lse": call.lse.strides}
+    for name, array in (views | bias_or_mask).items():
         strides[name] = np.broadcast_to(array, (*batch, *array.shape[-3:])).strides
         problem[name] = address(array)
-        problem[f"{name}_strides"] = strides[name][-4:]
         problem[f"{name}_format"] = format_code(array.dtype)
-    strides["lse"] = call.lse.strides
-    problem["lse"], problem["lse_strides"] = address(call.lse), call.lse.strides[-3:-1]
-    for i, term in enumerate(call.terms):
-        slot = i if len(call.terms) == 2 else int(term.dtype == np.bool_)
-        strides["terms", slot] = term.strides
-        problem["terms"][slot] = address(term)
-        problem["term_strides"][slot] = term.strides[-4:]
-        problem["term_formats"][slot] = format_code(term.dtype)
+        for axis, stride in zip(AXES, strides[name][-4:], strict=True):
+            problem[f"{name}_{axis}"] = stride
+    problem["lse"] = address(call.lse)
+    problem["lse_batch"], problem["lse_head"] = call.lse.strides[-3:-1]
 
     problem["batch"], problem["heads"] = math.prod(batch), heads
     problem["k_group"], problem["v_group"] = heads // call.k.shape[-3], heads // call.v.shape[-3]
@@ -186,7 +188,8 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
     ):
         if numbers is not None:
             numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit / LOG2E, limit / LOG2E), numbers)
-            problem[f"{name}s"], problem[f"{name}_strides"] = address(numbers), numbers.strides
+            problem[f"{name}s"] = address(numbers)
+            problem[f"{name}_batch"], problem[f"{name}_head"] = numbers.strides
             alive.append(numbers)
     if call.dropout > 0:
         problem["drop_below"] = math.floor(call.dropout * 2**32)
@@ -205,17 +208,14 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
     return problem, [*alive, own]
 
 
-def batch_sequences(call: Call, strides: dict) -> np.ndarray:
+def batch_sequences(call: Call, strides: dict[str, tuple[int, ...]]) -> np.ndarray:
     """A `SEQUENCE` record for each batch element."""
     *batch, _, queries, _ = call.q.shape
     own = np.zeros(math.prod(batch), SEQUENCE)
     steps = np.indices(batch, sparse=True)
     for name, of_axes in strides.items():
         offsets = sum((step * stride for step, stride in zip(steps, of_axes, strict=False)), np.zeros(batch, np.int64))
-        if isinstance(name, tuple):
-            own["terms"][:, name[1]] = offsets.ravel()
-        else:
-            own[name] = offsets.ravel()
+        own[name] = offsets.ravel()
     own["queries"] = queries if call.q_lengths is None else call.q_lengths
     own["keys"] = call.k.shape[-2] if call.kv_lengths is None else call.kv_lengths
     if call.q_offset is not None:
@@ -227,7 +227,7 @@ def batch_sequences(call: Call, strides: dict) -> np.ndarray:
     return own
 
 
-def packed_sequences(call: Call, strides: dict) -> np.ndarray:
+def packed_sequences(call: Call, strides: dict[str, tuple[int, ...]]) -> np.ndarray:
     """A `SEQUENCE` record for each packed sequence."""
     q_starts, k_starts = call.cu_seqlens_q, call.cu_seqlens_k
     assert q_starts is not None

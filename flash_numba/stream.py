@@ -7,6 +7,8 @@ import numpy as np
 
 from . import arguments as check
 from .interface import CAUSAL, LAYOUTS, checked_call, finished, run
+from .prepared import following_keys
+from .problem import address
 
 
 class AttentionStream:
@@ -80,6 +82,9 @@ class AttentionStream:
         self._state: np.ndarray | None = None
         self._last: tuple[np.ndarray, np.ndarray] | None = None  # no keys of the last chunk: its shape and dtypes
         self._interrupted = False
+        self._form: tuple | None = None  # of the last chunk, how it was run, and its call
+        self._started: Any = None
+        self._call: Any = None
         nothing = self._q[..., :0, :, :] if layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
         # errors now rather than at the first chunk, those apart that depend on its heads
         checked_call(self._q, nothing, nothing, **self._rules | {"k_scale": None, "v_scale": None})
@@ -98,11 +103,14 @@ class AttentionStream:
             RuntimeError: an absorb before this one was interrupted, which leaves the state half brought forward.
         """
         self._check_state()
+        form = None
+        if bias is mask is None and type(k) is type(v) is np.ndarray:
+            form = k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+            if form == self._form:
+                self._absorb_alike(k, v)
+                return self
         call, _ = checked_call(self._q, k, v, bias=bias, mask=mask, k_offset=self._keys, **self._rules)
-        if self._kv_total is not None and self._keys + call.k.shape[-2] > self._kv_total:
-            raise ValueError(
-                f"kv_total={self._kv_total} keys were announced, got {call.k.shape[-2]} more after {self._keys}"
-            )
+        self._check_total(call.k.shape[-2])
         if self._last is not None and self._last[1].shape[-1] != call.v.shape[-1]:
             raise ValueError(
                 f"v must have the value dimension of the chunks before, {self._last[1].shape[-1]}, "
@@ -113,14 +121,32 @@ class AttentionStream:
 
             if self._state is None:
                 self._state = launch.new_state(call)
+            call = replace(call, out=None, counts_from_offset=self._counts_from_offset)
             self._interrupted = True
-            run(replace(call, out=None, counts_from_offset=self._counts_from_offset), state=self._state)
+            self._form, self._started, self._call = form, run(call, state=self._state), call
             self._interrupted = False
         k, v = np.asarray(k), np.asarray(v)
         axis = -3 if self._layout == "bshd" and k.ndim > 2 else -2
         self._last = tuple(np.empty_like(np.take(x, [], axis=axis)) for x in (k, v))  # type: ignore[assignment]
         self._keys += call.k.shape[-2]
         return self
+
+    def _absorb_alike(self, k: np.ndarray, v: np.ndarray) -> None:
+        """A chunk of the form of the last one: what was checked and planned for that holds, some keys further on."""
+        count = self._call.k.shape[-2]
+        self._check_total(count)
+        start, launch, tables = self._started
+        launch = following_keys(launch, tables, count)
+        self._started = start, launch, tables
+        self._interrupted = True
+        addresses = address(self._call.q), address(k), address(v), 0, address(self._call.lse)
+        start(launch, addresses, (self._call, k, v, tables, self._state))
+        self._interrupted = False
+        self._keys += count
+
+    def _check_total(self, count: int) -> None:
+        if self._kv_total is not None and self._keys + count > self._kv_total:
+            raise ValueError(f"kv_total={self._kv_total} keys were announced, got {count} more after {self._keys}")
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """`(out, lse)` over the keys absorbed so far, as `attention` returns them. The stream may go on afterwards."""

@@ -224,14 +224,16 @@ def test_queries_are_the_streams_own():
     assert same_bits(whole.absorb(k, v).result()[0], want[0])
 
 
-def test_a_key_beyond_kv_total_stands_where_it_comes():
-    """kv_total only says where the queries stand."""
+@pytest.mark.parametrize("count", [6, 5])
+def test_more_keys_than_announced_are_refused(count):
+    """In a chunk like the last one, and in another; what was absorbed before stays."""
     q, k, v = (normal(20, 8, seed=n) for n in range(3))
-    whole = AttentionStream(q[:5], causal=True, kv_total=12)
-    for start in (0, 10):
-        whole.absorb(k[start : start + 10], v[start : start + 10])
-    want = reference.attention(q[:5], k, v, causal=True, q_offset=7)
-    np.testing.assert_allclose(whole.result()[0], want, rtol=1e-5, atol=1e-6)
+    whole = AttentionStream(q[:5], causal=True, kv_total=10).absorb(k[:6], v[:6])
+    with pytest.raises(ValueError, match="kv_total=10"):
+        whole.absorb(k[6 : 6 + count], v[6 : 6 + count])
+    want = reference.attention(q[:5], k[:10], v[:10], causal=True)
+    got = whole.absorb(k[6:10], v[6:10]).result()[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_generator_is_drawn_from_once():
@@ -409,8 +411,9 @@ def test_a_bad_chunk_is_refused_and_leaves_the_stream_as_it_was(name):
     assert same_bits(whole.absorb(k, v).result()[0], untouched.result()[0])
 
 
-def test_a_stream_whose_absorb_was_interrupted_is_refused(monkeypatch):
-    """Some rows have the chunk then and some don't."""
+@pytest.mark.parametrize("count", [5, 3])
+def test_a_stream_whose_absorb_was_interrupted_is_refused(monkeypatch, count):
+    """Some rows have the chunk then and some don't; after a chunk like the last one, and after another."""
     q, k, v = (normal(2, 5, 8, seed=n) for n in range(3))
     whole = AttentionStream(q).absorb(k, v)
 
@@ -419,8 +422,9 @@ def test_a_stream_whose_absorb_was_interrupted_is_refused(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(stream, "run", interrupted)
+        patched.setattr(whole, "_started", (interrupted, *whole._started[1:]))
         with pytest.raises(KeyboardInterrupt):
-            whole.absorb(k, v)
+            whole.absorb(k[:, :count].copy(), v[:, :count].copy())
     for use in (lambda: whole.absorb(k, v), whole.result):
         with pytest.raises(RuntimeError, match="interrupted"):
             use()

@@ -73,11 +73,11 @@ def load_padded(block, address, rows, row_stride, column_stride, code, columns, 
 
 
 @njit(**HELPER)
-def load_whole(block, address, rows, strides, code, columns, padded):
+def load_whole(block, address, rows, row_stride, column_stride, code, columns, padded):
     """Rows of K or V in whole registers: `(pointer, elements from row to row)`, in place where they are so anyway."""
-    if columns == padded and in_place(block, address, strides, code):
-        return pointer_like(block, address), strides[2] // itemsize(block)
-    load_padded(block, address, rows, strides[2], strides[3], code, columns, padded)
+    if columns == padded and in_place(block, address, row_stride, column_stride, code):
+        return pointer_like(block, address), row_stride // itemsize(block)
+    load_padded(block, address, rows, row_stride, column_stride, code, columns, padded)
     return block, padded
 
 
@@ -264,10 +264,10 @@ def attend_share(p, plan, item, scratch, control):
     state = part(first_state, share * plan.state_bytes)
     o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
 
-    scale = saturated(q, p.scale * of_head(p.k_scales, p.k_scale_strides, b, h0 // p.k_group, 1.0))
+    scale = saturated(q, p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h0 // p.k_group, 1.0))
     for r in range(rows):
-        at = q_at + r // p.queries * p.q_strides[1] + r % p.queries * p.q_strides[2]
-        load_padded(move(q, r * dim), at, 1, 0, p.q_strides[3], p.q_format, p.dim, dim)
+        at = q_at + r // p.queries * p.q_head + r % p.queries * p.q_row
+        load_padded(move(q, r * dim), at, 1, 0, p.q_column, p.q_format, p.dim, dim)
         for d in range(dim):
             q[r * dim + d] *= scale
         m[r], l[r] = -inf, 0
@@ -276,7 +276,7 @@ def attend_share(p, plan, item, scratch, control):
 
     start, stop = scores.keys_seen_by_any(shift, shift + queries - 1, p.left, p.right, keys)
     start, stop = max(start, share * plan.share_keys), min(stop, (share + 1) * plan.share_keys)
-    has_bias, has_mask = p.terms[0] != 0, p.terms[1] != 0
+    has_bias, has_mask = p.bias != 0, p.mask != 0
     for j0 in range(start // plan.block_k * plan.block_k, stop, plan.block_k):
         if read_flag(control + CANCEL) != 0:
             return
@@ -290,41 +290,37 @@ def attend_share(p, plan, item, scratch, control):
             h, i = r // p.queries, r % p.queries
             row_kept = True
             if has_bias:
-                at = bias_at + h * p.term_strides[0, 1] + i * p.term_strides[0, 2] + j0 * p.term_strides[0, 3]
-                row_kept, hidden = load_row_term(
-                    move(bias, r * s_stride), at, n, p.term_strides[0, 3], p.term_formats[0]
-                )
+                at = bias_at + h * p.bias_head + i * p.bias_row + j0 * p.bias_column
+                row_kept, hidden = load_row_term(move(bias, r * s_stride), at, n, p.bias_column, p.bias_format)
                 hides = hides | hidden
             if has_mask:
-                at = mask_at + h * p.term_strides[1, 1] + i * p.term_strides[1, 2] + j0 * p.term_strides[1, 3]
-                mask_kept, hidden = load_row_term(
-                    move(mask, r * s_stride), at, n, p.term_strides[1, 3], p.term_formats[1]
-                )
+                at = mask_at + h * p.mask_head + i * p.mask_row + j0 * p.mask_column
+                mask_kept, hidden = load_row_term(move(mask, r * s_stride), at, n, p.mask_column, p.mask_format)
                 row_kept, hides = row_kept & mask_kept, hides | hidden
             kept = kept | row_kept
         if not kept:
             continue
-        k, k_stride = load_whole(k_block, k_at + j0 * p.k_strides[2], n, p.k_strides, p.k_format, p.dim, dim)
-        v_from = v_at + j0 * p.v_strides[2]
-        v, v_stride = load_whole(v_block, v_from, n, p.v_strides, p.v_format, p.value_dim, o_stride)
+        k, k_stride = load_whole(k_block, k_at + j0 * p.k_row, n, p.k_row, p.k_column, p.k_format, p.dim, dim)
+        v_from = v_at + j0 * p.v_row
+        v, v_stride = load_whole(v_block, v_from, n, p.v_row, p.v_column, p.v_format, p.value_dim, o_stride)
 
         multiply_keys(
-            s, s_stride, k, k_stride, q, rows, n, dim, k_at + j1 * p.k_strides[2], v_at + j1 * p.v_strides[2],
-            0 if in_place(k, k_at, p.k_strides, p.k_format) else min(plan.block_k, stop - j1),
-            (p.k_strides[2], p.v_strides[2]),
-            (p.dim * p.k_strides[3], p.value_dim * p.v_strides[3]),
+            s, s_stride, k, k_stride, q, rows, n, dim, k_at + j1 * p.k_row, v_at + j1 * p.v_row,
+            0 if in_place(k, k_at, p.k_row, p.k_column, p.k_format) else min(plan.block_k, stop - j1),
+            (p.k_row, p.v_row),
+            (p.dim * p.k_column, p.value_dim * p.v_column),
         )  # fmt: skip
         for r in range(rows):
             row, h, i = move(s, r * s_stride), h0 + r // p.queries, r % p.queries
             if p.softcap != 0.0:
                 softcap_scores(row, tiles, p.softcap)
-            slope = of_head(p.slopes, p.slope_strides, b, h, 0.0)
+            slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0)
             if slope != 0.0:
                 alibi_row(row, tiles, slope * scores.LOG2E, shift + i - j0)
             if has_bias:
-                apply_term(row, move(bias, r * s_stride), tiles, p.term_formats[0] == BOOL)
+                apply_term(row, move(bias, r * s_stride), tiles, p.bias_format == BOOL)
             if has_mask:
-                apply_term(row, move(mask, r * s_stride), tiles, p.term_formats[1] == BOOL)
+                apply_term(row, move(mask, r * s_stride), tiles, p.mask_format == BOOL)
             for j in range(n, tiles * width):  # what fills the last tile is no key
                 row[j] = -inf
             first, last = shift + i - p.left - j0, shift + i + p.right - j0
@@ -358,17 +354,17 @@ def attend_share(p, plan, item, scratch, control):
         merge_shares(
             o, m, l, first_state, plan.shares, plan.state_bytes, plan.maximum, plan.total, rows, o_stride
         )  # fmt: skip
-    v_scale = of_head(p.v_scales, p.v_scale_strides, b, h0 // p.v_group, 1.0)
+    v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h0 // p.v_group, 1.0)
     for r in range(rows):
         h, i = r // p.queries, r % p.queries
-        sink = of_head(p.sinks, p.sink_strides, b, h0 + h, -inf) * scores.LOG2E
+        sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf) * scores.LOG2E
         row_lse, factor = recurrence.conclude(lane(m[r]), lane(l[r]), lane(real(m, sink)))
-        pointer_like(o, lse_at + h * p.lse_strides[1] + i * size)[0] = scalar(row_lse)
+        pointer_like(o, lse_at + h * p.lse_head + i * size)[0] = scalar(row_lse)
         factor = scalar(factor * lane(real(m, v_scale)))
         for c in range(p.value_dim):
             staging[c] = o[r * o_stride + c] * factor
-        to = out_at + h * p.out_strides[1] + i * p.out_strides[2]
-        write_row(to, p.out_strides[3], p.out_format, staging, p.value_dim)
+        to = out_at + h * p.out_head + i * p.out_row
+        write_row(to, p.out_column, p.out_format, staging, p.value_dim)
 
 
 decode = each_item(attend_share)

@@ -79,20 +79,20 @@ def operands(p, b, h):
     """Where head h of sequence b starts: q, k, v, out, lse and both terms; and its lengths, shift and row index."""
     if p.sequences != 0:
         own = sequence_at(p.sequences + b * SEQUENCE_BYTES)
-        q, k, v, out, lse, bias, mask = own.q, own.k, own.v, own.out, own.lse, own.terms[0], own.terms[1]
+        q, k, v, out, lse, bias, mask = own.q, own.k, own.v, own.out, own.lse, own.bias, own.mask
         queries, keys, shift, row_index = own.queries, own.keys, own.shift, own.row_index
     else:
-        q, k, v, out = b * p.q_strides[0], b * p.k_strides[0], b * p.v_strides[0], b * p.out_strides[0]
-        lse, bias, mask = b * p.lse_strides[0], b * p.term_strides[0, 0], b * p.term_strides[1, 0]
+        q, k, v, out = b * p.q_batch, b * p.k_batch, b * p.v_batch, b * p.out_batch
+        lse, bias, mask = b * p.lse_batch, b * p.bias_batch, b * p.mask_batch
         queries, keys, shift, row_index = p.queries, p.keys, p.shift, p.row_index
     return (
-        p.q + q + h * p.q_strides[1],
-        p.k + k + h // p.k_group * p.k_strides[1],
-        p.v + v + h // p.v_group * p.v_strides[1],
-        p.out + out + h * p.out_strides[1],
-        p.lse + lse + h * p.lse_strides[1],
-        p.terms[0] + bias + h * p.term_strides[0, 1],
-        p.terms[1] + mask + h * p.term_strides[1, 1],
+        p.q + q + h * p.q_head,
+        p.k + k + h // p.k_group * p.k_head,
+        p.v + v + h // p.v_group * p.v_head,
+        p.out + out + h * p.out_head,
+        p.lse + lse + h * p.lse_head,
+        p.bias + bias + h * p.bias_head,
+        p.mask + mask + h * p.mask_head,
         queries,
         keys,
         shift,
@@ -101,15 +101,15 @@ def operands(p, b, h):
 
 
 @njit(**HELPER)
-def of_head(address, strides, b, h, default):
+def of_head(address, batch_stride, head_stride, b, h, default):
     """A number given for each batch element and head, or the default where none is given."""
     if address == 0:
         return default
-    return float64_at(address + b * strides[0] + h * strides[1])[0]
+    return float64_at(address + b * batch_stride + h * head_stride)[0]
 
 
 @njit(**STAGE)
-def load_queries(q, staging, address, rows, strides, code, dim, scale):
+def load_queries(q, staging, address, rows, row_stride, column_stride, code, dim, scale):
     """Query rows at an address into q, as (register tile, dim, row) and scaled; lanes without a row get 0."""
     width = tile_width(q)
     for first in range(0, rows, width):
@@ -117,7 +117,7 @@ def load_queries(q, staging, address, rows, strides, code, dim, scale):
         for r in range(width):
             row = move(staging, r * dim)
             if r < own:
-                fetch_row(row, dim, address + (first + r) * strides[2], strides[3], code)
+                fetch_row(row, dim, address + (first + r) * row_stride, column_stride, code)
                 for d in range(dim):
                     row[d] *= scale
             else:
@@ -127,12 +127,12 @@ def load_queries(q, staging, address, rows, strides, code, dim, scale):
 
 
 @njit(**STAGE)
-def load_block(block, address, rows, strides, code, columns):
+def load_block(block, address, rows, row_stride, column_stride, code, columns):
     """Rows of K or V: `(pointer, elements from row to row)`, in place where the format allows, else through `block`."""
-    if in_place(block, address, strides, code):
-        return pointer_like(block, address), strides[2] // itemsize(block)
+    if in_place(block, address, row_stride, column_stride, code):
+        return pointer_like(block, address), row_stride // itemsize(block)
     for j in range(rows):
-        fetch_row(move(block, j * columns), columns, address + j * strides[2], strides[3], code)
+        fetch_row(move(block, j * columns), columns, address + j * row_stride, column_stride, code)
     return block, columns
 
 
@@ -212,7 +212,7 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias
 
 
 @njit(**STAGE)
-def write_rows(o, m, l, staging, finals, rows, value_dim, out, strides, code, lse, sink, v_scale):
+def write_rows(o, m, l, staging, finals, rows, value_dim, out, row_stride, column_stride, code, lse, sink, v_scale):
     """Take the sink in, normalise, and write a register tile's rows out. The state itself stays as it is."""
     width = tile_width(o)
     row_lse, factor = recurrence.conclude(load(m, 0), load(l, 0), real(m, sink))
@@ -225,18 +225,18 @@ def write_rows(o, m, l, staging, finals, rows, value_dim, out, strides, code, ls
         row, factor = move(staging, r * value_dim), finals[width + r]
         for c in range(value_dim):
             row[c] *= factor
-        write_row(out + r * strides[2], strides[3], code, row, value_dim)
+        write_row(out + r * row_stride, column_stride, code, row, value_dim)
 
 
 @njit(**STAGE)
-def write_empty_rows(staging, rows, value_dim, out, strides, code, lse, sink):
+def write_empty_rows(staging, rows, value_dim, out, row_stride, column_stride, code, lse, sink):
     """Rows beyond a sequence's length see no key: output 0, and the sink alone as their LSE, if there is one."""
     lse_out = pointer_like(staging, lse)
     for c in range(value_dim):
         staging[c] = 0
     for r in range(rows):
         lse_out[r] = sink / scores.LOG2E
-        write_row(out + r * strides[2], strides[3], code, staging, value_dim)
+        write_row(out + r * row_stride, column_stride, code, staging, value_dim)
 
 
 # -- one thread --------------------------------------------------------------------------------------------------------
@@ -255,16 +255,18 @@ def attend_rows(p, plan, item, scratch, control):
     q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, queries, keys, shift, row_index = operands(p, b, h)
     rows = max(0, min(plan.block_q, queries - first_row))
     tiles = (rows + width - 1) // width
-    slope = of_head(p.slopes, p.slope_strides, b, h, 0.0) * scores.LOG2E
-    sink = of_head(p.sinks, p.sink_strides, b, h, -inf) * scores.LOG2E
-    scale = p.scale * of_head(p.k_scales, p.k_scale_strides, b, h // p.k_group, 1.0)
-    v_scale = of_head(p.v_scales, p.v_scale_strides, b, h // p.v_group, 1.0)
+    slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E
+    sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf) * scores.LOG2E
+    scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h // p.k_group, 1.0)
+    v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h // p.v_group, 1.0)
 
     state = scratch if p.state == 0 else pointer_like(scratch, p.state + tile_number * plan.state_bytes)
     o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
     if p.state == 0:
         start_rows(m, l, o, tiles, value_dim)
-    load_queries(q, staging, q_at + first_row * p.q_strides[2], rows, p.q_strides, p.q_format, dim, saturated(q, scale))
+    load_queries(
+        q, staging, q_at + first_row * p.q_row, rows, p.q_row, p.q_column, p.q_format, dim, saturated(q, scale)
+    )
 
     position = first_row + shift
     start, stop = scores.keys_seen_by_any(position, position + rows - 1, p.left, p.right, keys)
@@ -287,21 +289,21 @@ def attend_rows(p, plan, item, scratch, control):
             all0, all1 = scores.keys_seen_by_all(top, low, p.left, p.right, keys)
             by_position = j0 < all0 or j1 > all1
             row = first_row + tile * width
-            has_bias, has_mask, kept, hidden = p.terms[0] != 0, p.terms[1] != 0, True, False
+            has_bias, has_mask, kept, hidden = p.bias != 0, p.mask != 0, True, False
             if has_bias:
-                at = bias_at + row * p.term_strides[0, 2] + j0 * p.term_strides[0, 3]
-                kept, hidden = load_term(bias, staging, at, own_rows, n, p.term_strides[0], p.term_formats[0])
+                at = bias_at + row * p.bias_row + j0 * p.bias_column
+                kept, hidden = load_term(bias, staging, at, own_rows, n, p.bias_row, p.bias_column, p.bias_format)
             if has_mask and kept:
-                at = mask_at + row * p.term_strides[1, 2] + j0 * p.term_strides[1, 3]
-                kept, has_mask = load_term(mask, staging, at, own_rows, n, p.term_strides[1], p.term_formats[1])
+                at = mask_at + row * p.mask_row + j0 * p.mask_column
+                kept, has_mask = load_term(mask, staging, at, own_rows, n, p.mask_row, p.mask_column, p.mask_format)
             if not kept:
                 continue
             if not loaded:
                 loaded = True
                 count = block_stop - block_start
-                k_from, v_from = k_at + block_start * p.k_strides[2], v_at + block_start * p.v_strides[2]
-                k, k_stride = load_block(k_block, k_from, count, p.k_strides, p.k_format, dim)
-                v, v_stride = load_block(v_block, v_from, count, p.v_strides, p.v_format, value_dim)
+                k_from, v_from = k_at + block_start * p.k_row, v_at + block_start * p.v_row
+                k, k_stride = load_block(k_block, k_from, count, p.k_row, p.k_column, p.k_format, dim)
+                v, v_stride = load_block(v_block, v_from, count, p.v_row, p.v_column, p.v_format, value_dim)
 
             multiply_keys(s, move(k, (j0 - block_start) * k_stride), k_stride, move(q, tile * width * dim), n, dim)
             if p.softcap != 0.0:
@@ -309,9 +311,9 @@ def attend_rows(p, plan, item, scratch, control):
             if slope != 0.0:
                 alibi_scores(s, n, slope, top - j0)
             if has_bias:
-                apply_term(s, bias, n, p.term_formats[0] == BOOL)
+                apply_term(s, bias, n, p.bias_format == BOOL)
             if has_mask:
-                apply_term(s, mask, n, p.term_formats[1] == BOOL)
+                apply_term(s, mask, n, p.mask_format == BOOL)
             if by_position:
                 first, last = top - p.left - j0, top + p.right - j0
                 if j0 < all0:
@@ -337,7 +339,7 @@ def attend_rows(p, plan, item, scratch, control):
 
     if p.out == 0:
         return
-    out_rows, lse_rows = out_at + first_row * p.out_strides[2], lse_at + first_row * size
+    out_rows, lse_rows = out_at + first_row * p.out_row, lse_at + first_row * size
     for first in range(0, rows, width):
         write_rows(
             move(o, first * value_dim),
@@ -347,8 +349,9 @@ def attend_rows(p, plan, item, scratch, control):
             alpha,
             min(width, rows - first),
             value_dim,
-            out_rows + first * p.out_strides[2],
-            p.out_strides,
+            out_rows + first * p.out_row,
+            p.out_row,
+            p.out_column,
             p.out_format,
             lse_rows + first * size,
             sink,
@@ -356,8 +359,8 @@ def attend_rows(p, plan, item, scratch, control):
         )
     if p.tiles == 0:
         empty = min(plan.block_q, p.queries - first_row) - rows
-        out_rows, lse_rows = out_rows + rows * p.out_strides[2], lse_rows + rows * size
-        write_empty_rows(staging, empty, value_dim, out_rows, p.out_strides, p.out_format, lse_rows, sink)
+        out_rows, lse_rows = out_rows + rows * p.out_row, lse_rows + rows * size
+        write_empty_rows(staging, empty, value_dim, out_rows, p.out_row, p.out_column, p.out_format, lse_rows, sink)
 
 
 def each_item(attend):

@@ -98,7 +98,7 @@ def plan_forward(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
     tiles = problem["tile_count"] if problem["tiles"] else problem["batch"] * -(-queries // block_q)
     control["items"] = tiles * problem["heads"]
     control["block_q"], control["block_k"] = block_q, block_k
-    bias, mask = (bool(term) for term in problem["terms"])
+    bias, mask = bool(problem["bias"]), bool(problem["mask"])
     return lay_out(
         control,
         lanes.itemsize,
@@ -133,7 +133,7 @@ def plan_decode(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
     control["padded_value_dim"] = padded_value_dim = up_to(lanes.register, value_dim)
     # one register more than the block: the last keys' register may be written past it
     control["score_stride"] = score_stride = up_to(lanes.tile, block_k + lanes.register)
-    bias, mask = (bool(term) for term in problem["terms"])
+    bias, mask = bool(problem["bias"]), bool(problem["mask"])
     return lay_out(
         control,
         lanes.itemsize,

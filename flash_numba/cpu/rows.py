@@ -181,11 +181,11 @@ def write_row(address, stride, code, row, n):
 
 
 @njit(**HELPER)
-def in_place(like, address, strides, code):
+def in_place(like, address, row_stride, column_stride, code):
     """Whether rows at an address can be read as the kernel's floats: its format, contiguous columns, aligned rows."""
     size = itemsize(like)
     own = FLOAT32 if size == 4 else FLOAT64
-    return code == own and strides[3] == size and address % size == 0 and strides[2] % size == 0
+    return code == own and column_stride == size and address % size == 0 and row_stride % size == 0
 
 
 @overload(fetch_row, jit_options=HELPER)

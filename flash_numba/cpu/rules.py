@@ -52,19 +52,19 @@ def alibi_scores(s, keys, slope, position):
 
 
 @njit(**HELPER)
-def scan_mask(address, rows, keys, strides):
+def scan_mask(address, rows, keys, row_stride, column_stride):
     """Of a boolean mask's elements: `(some is true, some is false)`."""
     some, every = bytes_of(0), bytes_of(-1)
     some_rest, every_rest = np.uint8(0), np.uint8(255)
     for r in range(rows):
-        line, j = address + r * strides[2], 0
-        if strides[3] == 1:
+        line, j = address + r * row_stride, 0
+        if column_stride == 1:
             while j + BYTES <= keys:
                 some, every = some | load_bytes(line + j), every & load_bytes(line + j)
                 j += BYTES
         while j < keys:
-            some_rest |= uint8_at(line + j * strides[3])[0]
-            every_rest &= uint8_at(line + j * strides[3])[0]
+            some_rest |= uint8_at(line + j * column_stride)[0]
+            every_rest &= uint8_at(line + j * column_stride)[0]
             j += 1
     return (some_bits(some) | some_rest) != 0, (common_bits(every) & every_rest) == 0
 
@@ -80,31 +80,31 @@ def scan_bias(row, keys, kept):
 
 
 @njit(**STAGE)
-def load_term(term, staging, address, rows, keys, strides, code):
+def load_term(term, staging, address, rows, keys, row_stride, column_stride, code):
     """A mask's or a bias's part of a score tile, as (key, row): `(some key is kept, some key may be hidden)`.
 
     A mask that keeps or hides the whole tile, and a bias that hides it, isn't laid out. A term with row stride 0 is
     read for one row. Lanes without a row of their own hold what they held before; nothing of them is written out.
     """
     width = tile_width(term)
-    own_rows = rows if strides[2] != 0 else 1
+    own_rows = rows if row_stride != 0 else 1
     if code == BOOL:
-        kept, hidden = scan_mask(address, own_rows, keys, strides)
+        kept, hidden = scan_mask(address, own_rows, keys, row_stride, column_stride)
         if not kept or not hidden:
             return kept, hidden
-    if in_place(staging, address, strides, code):
-        source, stride = pointer_like(staging, address), strides[2] // itemsize(staging)
+    if in_place(staging, address, row_stride, column_stride, code):
+        source, stride = pointer_like(staging, address), row_stride // itemsize(staging)
     else:
         source, stride = staging, keys
         for r in range(own_rows):
-            fetch_row(move(staging, r * keys), keys, address + r * strides[2], strides[3], code)
+            fetch_row(move(staging, r * keys), keys, address + r * row_stride, column_stride, code)
     if code != BOOL:
         kept = False
         for r in range(own_rows):
             kept = scan_bias(move(source, r * stride), keys, kept)
         if not kept:
             return False, True
-    if strides[2] != 0:
+    if row_stride != 0:
         transpose(term, width, source, stride, rows, keys)
     else:
         for j in range(keys):
