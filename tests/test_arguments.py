@@ -124,7 +124,7 @@ def test_errors_of_other_calls(qkv):
 def test_merge_checks_its_parts(qkv):
     out, lse = attention_partial(*qkv, q_offset=0)
     for outs, lses in (([out.astype(int)], [lse]), ([out], [lse.astype(int)]), ([out], [lse + 0j]), (None, None)):
-        with pytest.raises(TypeError, match="outs|lses"):
+        with pytest.raises(TypeError, match=r"outs|lses"):
             merge(outs, lses)
     nothing = np.full_like(lse, -np.inf)
     np.testing.assert_array_equal(merge([out, out * np.nan], [lse, nothing])[0], merge([out], [lse])[0])
