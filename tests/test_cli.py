@@ -164,13 +164,6 @@ def test_bfloat16(tmp_path, out):
     assert "--dtype bfloat16" in run_fails(tmp_path / "qkv.npz", "-o", out)
 
 
-def test_an_input_may_be_replaced(tmp_path):
-    for name, x in zip("qkv", (K, K, V), strict=True):
-        np.save(tmp_path / f"{name}.npy", x)
-    run(*(tmp_path / f"{name}.npy" for name in "qkv"), "-o", tmp_path / "q.npy")
-    np.testing.assert_allclose(np.load(tmp_path / "q.npy"), reference.attention(K, K, V), atol=1e-5)
-
-
 def test_progress_shows_on_a_terminal(qkv, out, monkeypatch):
     calls = []
 
