@@ -703,3 +703,24 @@ def test_offsets_beyond_32_bits(tmp_path):
     lines = in_new_process(FAR_APART, tmp_path, NUMBA_NUM_THREADS="1").splitlines()
     assert len(lines) == 2 * (16 + 8) + 3
     assert lines[-1] == "packed"
+
+
+@few_or_many
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("kinds", ["mask mask", "bias bias", "bias mask", "mask bias"])
+def test_any_two_terms(rows, nonfinite, kinds):
+    """Two masks or two biases too: tiles that are kept whole, and what hides a key where V isn't finite."""
+    q, k, v = qkv(rows, 300)
+    half = np.random.default_rng(1).random((rows, 300)) < 0.5
+    wide = np.ones((rows, 300), bool)
+    wide[:, :3] = False
+    if nonfinite:
+        v[:, :, 1], v[:, :, 9, 3] = NAN, INF
+    terms = {}
+    for name, kind, kept in zip(("bias", "mask"), kinds.split(), (wide, half), strict=True):
+        terms[name] = kept if kind == "mask" else np.where(kept, np.float32(0.5 * kept), -np.float32(INF))
+        if kind == "bias":
+            terms[name][:, 20:30] = 0  # a number, not a mask
+    for swapped in (terms, dict(zip(terms, reversed(terms.values()), strict=True))):
+        want = attention(q, k, v, **swapped, backend="reference")
+        np.testing.assert_allclose(attention(q, k, v, **swapped), want, rtol=1e-5, atol=1e-5)

@@ -24,7 +24,7 @@ from .compile import HELPER, STAGE
 from .forward import each_item, of_head, operands
 from .plan import CANCEL
 from .rows import all_finite, fetch_row, in_place, saturated, write_row
-from .rules import apply_term, scan_bias, softcap_scores
+from .rules import apply_term, hidden_value, scan_bias, softcap_scores
 from .simd import (
     finish_ticket,
     itemsize,
@@ -209,16 +209,17 @@ def add_values(o, o_stride, alpha, v, v_stride, s, s_stride, rows, keys):
 
 
 @njit(**STAGE)
-def add_seen_values(o, alpha, v, v_stride, s, keys, columns, first, last, bias, has_bias, mask, has_mask):
+def add_seen_values(o, alpha, v, v_stride, s, keys, columns, first, last, bias, has_bias, mask, has_mask, codes):
     """The same for one row where V holds NaN or infinity: a key that the row doesn't see is left out. Rare."""
+    bias_hides, mask_hides = hidden_value(o, codes[0]), hidden_value(o, codes[1])
     for c in range(columns):
         total = o[c] * 0
         for j in range(keys):
             seen = j >= first and j <= last
             if has_bias:
-                seen = seen and bias[j] != -inf
+                seen = seen and bias[j] != bias_hides
             if has_mask:
-                seen = seen and mask[j] != 0
+                seen = seen and mask[j] != mask_hides
             if seen:
                 total += s[j] * v[j * v_stride + c]
         o[c] = alpha * o[c] + total
@@ -343,6 +344,7 @@ def attend_share(p, plan, item, scratch, control):
                 add_seen_values(
                     move(o, r * o_stride), alpha[r], v, v_stride, move(s, r * s_stride), n, p.value_dim, first, last,
                     move(bias, r * s_stride), has_bias, move(mask, r * s_stride), has_mask,
+                    (p.bias_format, p.mask_format),
                 )  # fmt: skip
         else:
             add_values(o, o_stride, alpha, v, v_stride, s, s_stride, rows, n)

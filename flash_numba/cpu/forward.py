@@ -30,6 +30,7 @@ from .rules import (
     apply_term,
     bound,
     drop_weights,
+    hidden_value,
     hide_by_position,
     load_term,
     softcap_scores,
@@ -193,17 +194,18 @@ def add_values(o, alpha, v, v_stride, s, keys, value_dim):
 
 
 @njit(**STAGE)
-def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias, has_bias, mask, has_mask):
+def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias, has_bias, mask, has_mask, codes):
     """The same where V holds NaN or infinity: 0 * NaN would leak, so a key that a row doesn't see is left out. Rare."""
     first, last = bound(s, first), bound(s, last)
+    bias_hides, mask_hides = hidden_value(s, codes[0]), hidden_value(s, codes[1])
     for c in range(value_dim):
         total = lanes_of(s, 0.0)
         for j in range(keys):
             seen = scores.between(j, first, last)
             if has_bias:
-                seen = seen & (load(bias, j) != -inf)
+                seen = seen & (load(bias, j) != bias_hides)
             if has_mask:
-                seen = seen & (load(mask, j) != 0.0)
+                seen = seen & (load(mask, j) != mask_hides)
             total = ops.select(seen, total + load(s, j) * v[j * v_stride + c], total)
         store(load(alpha, 0) * load(o, c) + total, o, c)
 
@@ -289,10 +291,10 @@ def attend_rows(p, plan, item, scratch, control):
             all0, all1 = scores.keys_seen_by_all(top, low, p.left, p.right, keys)
             by_position = j0 < all0 or j1 > all1
             row = first_row + tile * width
-            has_bias, has_mask, kept, hidden = p.bias != 0, p.mask != 0, True, False
+            has_bias, has_mask, kept = p.bias != 0, p.mask != 0, True
             if has_bias:
                 at = bias_at + row * p.bias_row + j0 * p.bias_column
-                kept, hidden = load_term(bias, staging, at, own_rows, n, p.bias_row, p.bias_column, p.bias_format)
+                kept, has_bias = load_term(bias, staging, at, own_rows, n, p.bias_row, p.bias_column, p.bias_format)
             if has_mask and kept:
                 at = mask_at + row * p.mask_row + j0 * p.mask_column
                 kept, has_mask = load_term(mask, staging, at, own_rows, n, p.mask_row, p.mask_column, p.mask_format)
@@ -326,13 +328,14 @@ def attend_rows(p, plan, item, scratch, control):
                 i = row_index + row
                 drop_weights(s, n, i, p.key_index + j0, h, b, p.round_keys, p.drop_below, p.keep_factor)
             tile_v, tile_o = move(v, (j0 - block_start) * v_stride), move(o, tile * width * value_dim)
-            hides = by_position or hidden or has_mask
+            hides = by_position or has_bias or has_mask
             if hides and finite < 0:
                 finite = all_finite(v, block_stop - block_start, value_dim, v_stride)
             if hides and finite == 0:
                 first, last = top - p.left - j0, top + p.right - j0
+                codes = p.bias_format, p.mask_format
                 add_seen_values(
-                    tile_o, alpha, tile_v, v_stride, s, n, value_dim, first, last, bias, has_bias, mask, has_mask
+                    tile_o, alpha, tile_v, v_stride, s, n, value_dim, first, last, bias, has_bias, mask, has_mask, codes
                 )
             else:
                 add_values(tile_o, alpha, tile_v, v_stride, s, n, value_dim)

@@ -112,6 +112,12 @@ def load_term(term, staging, address, rows, keys, row_stride, column_stride, cod
     return True, True
 
 
+@njit(**HELPER)
+def hidden_value(like, code):
+    """What stands in a term, mask or bias by its format, where it hides a key."""
+    return real(like, 0.0 if code == BOOL else -inf)
+
+
 @njit(**STAGE)
 def apply_term(s, term, keys, is_mask):
     if is_mask:

@@ -654,12 +654,6 @@ def part(typingctx, pointer, count):
     return pointer(pointer, types.intp), codegen
 
 
-@intrinsic
-def address_of(typingctx, pointer):
-    """The pointer as an integer."""
-    return types.intp(pointer), lambda context, builder, sig, args: builder.ptrtoint(args[0], I64)
-
-
 def pointer_to(dtype):
     """A function that turns an address into a pointer to `dtype`."""
 
