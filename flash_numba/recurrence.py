@@ -59,3 +59,20 @@ def conclude(m, l, sink):
     m, alpha, of_sink = merge_weights(m, sink)
     l = alpha * l + of_sink
     return lse(m, l), alpha * finish(l)
+
+
+def probability(s, lse):
+    """A key's share of its row, exp(score - lse) with both in base 2, from a LSE that is there already.
+
+    At most 1, whatever rounding a large LSE suffered. A row that saw no key has LSE -inf, and its scores are too.
+    """
+    ref = select(lse == -inf, 0.0, lse)
+    return exp2(select(s > ref, 0.0, s - ref))
+
+
+def score_gradient(p, dp, delta):
+    """The loss's derivative by a score, from those by the weights: delta is their mean over the row, weighted by p.
+
+    Dao et al. 2022 (arXiv:2205.14135), appendix B.2: delta = sum(p * dp) = sum(dO * O), less the derivative by the LSE.
+    """
+    return p * (dp - delta)

@@ -17,6 +17,12 @@ def softcapped(s, cap, inverse):
     return cap * tanh(s * inverse)
 
 
+def softcap_slope(capped, inverse):
+    """The derivative of `softcapped` by the score, from what it gave: 1 - tanh(s / cap)**2."""
+    t = capped * inverse
+    return 1.0 - t * t
+
+
 def with_alibi(s, slope, p, j):
     """Attention with linear biases, symmetric: -slope * |p - j| (Press et al. 2021, arXiv:2108.12409, section 3)."""
     return s - slope * maximum(p - j, j - p)

@@ -145,11 +145,16 @@ def prepare(problem: np.ndarray, dtype: np.dtype, flops: float) -> Launch:
     items, scratch, shares = int(control["items"]), int(control["end"]), int(control["shares"])
     groups = items // shares if shares > 1 else 0
     workspace_bytes = groups * shares * int(control["state_bytes"])
-    words = np.zeros(CONTROL_AT + up_to(LINE, CONTROL.itemsize), np.uint8)
-    words[: PROBLEM.itemsize] = np.frombuffer(problem.tobytes(), np.uint8)
-    words[CONTROL_AT : CONTROL_AT + CONTROL.itemsize] = np.frombuffer(control.tobytes(), np.uint8)
-    worker = worker_address(name, dtype)
-    return Launch(worker, SERIAL_CALL(worker), words.view(np.int64), items, scratch, groups, workspace_bytes, flops)
+    worker, words = worker_address(name, dtype), words_of(problem, control)
+    return Launch(worker, SERIAL_CALL(worker), words, items, scratch, groups, workspace_bytes, flops)
+
+
+def words_of(problem: np.ndarray, control: np.ndarray) -> np.ndarray:
+    """A call's two records behind each other, as `Launch.words`."""
+    words = np.zeros(CONTROL_AT + up_to(LINE, control.itemsize), np.uint8)
+    for record, at in ((problem, 0), (control, CONTROL_AT)):
+        words[at : at + record.itemsize] = np.frombuffer(record.tobytes(), np.uint8)
+    return words.view(np.int64)
 
 
 def threads_for(flops: float, items: int) -> int:

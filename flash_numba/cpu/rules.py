@@ -166,3 +166,35 @@ def drop_weights(s, keys, row_index, key_index, h, b, round_keys, threshold, fac
                     word = words[3]
                 store(ops.select(dropout.kept(word, threshold), load(s, at) * factor, 0.0), s, at)
         j = group * 4 + 4 - key_index
+
+
+@njit(**HELPER)
+def load_terms(p, bias, mask, staging, bias_at, mask_at, row, rows, j0, keys):
+    """Both terms' parts of a score tile at (row, j0): `(some key is kept, each may hide or add something)`."""
+    has_bias, has_mask, kept = p.bias != 0, p.mask != 0, True
+    if has_bias:
+        at = bias_at + row * p.bias_row + j0 * p.bias_column
+        kept, has_bias = load_term(bias, staging, at, rows, keys, p.bias_row, p.bias_column, p.bias_format)
+    if has_mask and kept:
+        at = mask_at + row * p.mask_row + j0 * p.mask_column
+        kept, has_mask = load_term(mask, staging, at, rows, keys, p.mask_row, p.mask_column, p.mask_format)
+    return kept, has_bias, has_mask
+
+
+@njit(**HELPER)
+def apply_rules(p, s, bias, mask, has_bias, has_mask, slope, position, j0, keys, all0, all1):
+    """All rules after soft-capping, on the scores of keys j0 on; the keys all0 to all1 are seen by every row.
+
+    position: of the tile's first row.
+    """
+    if slope != 0.0:
+        alibi_scores(s, keys, slope, position - j0)
+    if has_bias:
+        apply_term(s, bias, keys, p.bias_format == BOOL)
+    if has_mask:
+        apply_term(s, mask, keys, p.mask_format == BOOL)
+    first, last = position - p.left - j0, position + p.right - j0
+    if j0 < all0:
+        hide_by_position(s, 0, min(keys, all0 - j0), first, last)
+    if j0 + keys > all1:
+        hide_by_position(s, max(0, all1 - j0), keys, first, last)

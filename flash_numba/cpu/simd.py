@@ -473,9 +473,10 @@ def product_step(rows, registers, across, blend=None):
 
     `rows` numbers m and `registers` vector registers of lanes. A[m, k] is `A[m + k * a_stride]` if `across`, else
     `A[m * a_stride + k]`; rows of B and C lie `b_stride` and `c_stride` elements apart. The step writes `C = P`, or
-    with `blend` `C = alpha * C + P`, where alpha has a number for each lane ("lanes") or for each row ("rows"): the old
-    output is rescaled and each block summed from zero, which keeps rounding errors from growing with the number of
-    keys. Sums run in the order of k, fused, for any shape of the step, so the bits of a number in C don't depend on it.
+    with `blend` `C = alpha * C + P`, where alpha has a number for each lane ("lanes") or for each row ("rows"), or is 1
+    ("sum"): the old output is rescaled and each block summed from zero, which keeps rounding errors from growing with
+    the number of keys. Sums run in the order of k, fused, for any shape of the step, so the bits of a number in C
+    don't depend on it.
     """
 
     def codegen(context, builder, sig, args):
@@ -537,7 +538,10 @@ def product_step(rows, registers, across, blend=None):
         elif blend == "rows":
             scalars = [builder.load(builder.gep(alpha, [I64(m)])) for m in range(rows)]
             factors = [splat(builder, lanes, a) for a in scalars for _ in range(registers)]
-        if blend:
+        if blend == "sum":
+            old = [aligned(builder.load(p)) for p in targets]
+            sums = [builder.fadd(before, value) for before, value in zip(old, sums, strict=True)]
+        elif blend:
             sums = [
                 multiply_add(builder, a, aligned(builder.load(p)), value)
                 for a, p, value in zip(factors, targets, sums, strict=True)
@@ -624,6 +628,12 @@ def pointer_like(typingctx, like, address):
 
 
 @intrinsic
+def address_of(typingctx, pointer):
+    """The address that a pointer holds."""
+    return types.intp(pointer), lambda context, builder, sig, args: builder.ptrtoint(args[0], I64)
+
+
+@intrinsic
 def move(typingctx, pointer, elements):
     """The pointer moved by a number of elements."""
     return pointer(pointer, types.intp), lambda context, builder, sig, args: builder.gep(args[0], [args[1]])
@@ -706,6 +716,27 @@ def read_flag(typingctx, address):
         return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "monotonic", 8)
 
     return types.intp(types.intp), codegen
+
+
+@intrinsic
+def read_progress(typingctx, address):
+    """`read_flag` after which everything is visible that was written before a `publish` of the value read."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+
+    return types.intp(types.intp), codegen
+
+
+@intrinsic
+def publish(typingctx, address, value):
+    """Atomically write the integer at an address, after everything written before."""
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
 
 
 @intrinsic

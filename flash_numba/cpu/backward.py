@@ -1,0 +1,494 @@
+"""The gradient of attention on a CPU: one tile of query rows against the keys they see, block by block.
+
+As in the forward, a SIMD lane is a query row and the score tile is (key, row). P comes from the scores and the LSE that
+the forward left, so the S x S matrix is never held, and the same register-tile step makes all five products:
+
+    S[key, row]   = sum_t K[key, t] * Q[t, row]            P = exp(S - lse)
+    dP[key, row]  = sum_c V[key, c] * dO[c, row]           dS = P * (dP - delta)
+    dV[key, c]   += sum_row P[key, row] * dO[row, c]
+    dK[key, t]   += sum_row dS[key, row] * Q[row, t]
+    dQ[row, t]   += sum_key dS[key, row] * K[key, t]
+
+In the last three, lanes run along the head dimension, so dK and dV are added to where they lie. An item owns its rows'
+dQ and goes through the blocks of keys in ascending order; it adds to a block's dK and dV once its predecessor in the
+chain of its key head has (`backward_plan`), which is no wait as long as threads go at one speed.
+
+Dao et al. 2022 (arXiv:2205.14135), appendix B.2 and algorithm 4; Dao 2023 (arXiv:2307.08691), algorithm 2.
+"""
+
+from math import inf
+
+from numba import njit, types
+
+from .. import ops, recurrence, scores
+from . import simd
+from .backward_plan import CANCEL, CONTROL, ITEM, TICKET
+from .compile import HELPER, STAGE
+from .forward import load_block, load_queries, multiply_keys, of_head, operands, problem_at
+from .plan import LINE
+from .rows import all_finite, fetch_row, saturated, transpose, write_row
+from .rules import apply_rules, drop_weights, load_terms, softcap_scores
+from .simd import (
+    address_of,
+    itemsize,
+    lanes_of,
+    load,
+    move,
+    part,
+    pointer_like,
+    pointer_to,
+    prefetch,
+    publish,
+    read_flag,
+    read_progress,
+    real,
+    record_at,
+    register_width,
+    store,
+    take_ticket,
+    tile_width,
+)
+
+control_at, item_at = record_at(CONTROL), record_at(ITEM)
+int64_at = pointer_to(types.int64)
+ITEM_BYTES = ITEM.itemsize
+NEVER = 2**62  # blocks of keys that an item is done with when it is done with all
+STEP = simd.TILE.rows
+PANEL = 1 << (simd.TILE.vectors.bit_length() - 1)  # vector registers of a step along the head dimension: divide it well
+key_step, key_step_narrow, key_step_1, key_step_1_narrow = (
+    simd.product_step(m, registers, across=False, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
+)
+query_step, query_step_narrow, query_step_1, query_step_1_narrow = (
+    simd.product_step(m, registers, across=True, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
+)
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+@njit(**STAGE)
+def load_rows(to, to_stride, address, rows, row_stride, column_stride, code, columns, scale):
+    """Rows of any format as (row, column), scaled."""
+    for r in range(rows):
+        row = move(to, r * to_stride)
+        fetch_row(row, columns, address + r * row_stride, column_stride, code)
+        if scale != 1:
+            for c in range(columns):
+                row[c] *= scale
+
+
+@njit(**STAGE | {"fastmath": STAGE["fastmath"] | {"reassoc"}})
+def dot(a, b, n):
+    total = a[0] * 0
+    for c in range(n):
+        total += a[c] * b[c]
+    return total
+
+
+@njit(**STAGE)
+def load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout, dout_stride, staging, out, p):
+    """Each row's LSE, in base 2, and delta = sum(dO * O) - dLSE, of which the last part stands at `delta_at` before."""
+    lse_in, delta_in, value_dim = pointer_like(lse, lse_at), pointer_like(lse, delta_at), p.value_dim
+    for r in range(tiles * tile_width(lse)):
+        lse[r] = delta[r] = 0
+    for r in range(rows):
+        lse[r] = lse_in[r] * scores.LOG2E
+        fetch_row(staging, value_dim, out + r * p.out_row, p.out_column, p.out_format)
+        delta_in[r] += dot(move(dout, r * dout_stride), staging, value_dim)
+        delta[r] = delta_in[r]
+
+
+@njit(**STAGE)
+def fill(to, count, value):
+    for i in range(count):
+        to[i] = value
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+@njit(**STAGE)
+def softcap_slopes(slopes, s, keys, cap):
+    """The derivative of soft-capping, from capped scores."""
+    inverse = real(s, 1.0 / cap)
+    for j in range(keys):
+        store(scores.softcap_slope(load(s, j), inverse), slopes, j)
+
+
+@njit(**STAGE)
+def multiply_tile(tile, factors, keys):
+    for j in range(keys):
+        store(load(tile, j) * load(factors, j), tile, j)
+
+
+@njit(**STAGE)
+def multiply_column(block, stride, factors, keys):
+    """A register tile's column of a block, but for what is marked as hidden, by the numbers of a tile."""
+    for j in range(keys):
+        at = move(block, j * stride)
+        w = load(at, 0)
+        store(ops.select(w < 0.0, w, w * load(factors, j)), at, 0)
+
+
+@njit(**STAGE)
+def score_gradients(weights, gradients, stride, s, dp, lse, delta, keys, hidden, next_k, k_row, next_v, v_row):
+    """P and dS of a register tile into its column of their blocks; P of a hidden key is `hidden`, its dS is 0.
+
+    Meanwhile, two cache lines of each of the next keys and values are asked for.
+    """
+    lse, delta, hidden = load(lse, 0), load(delta, 0), lanes_of(s, hidden)
+    for j in range(keys):
+        prefetch(next_k + j * k_row)
+        prefetch(next_k + j * k_row + LINE)
+        prefetch(next_v + j * v_row)
+        prefetch(next_v + j * v_row + LINE)
+        score = load(s, j)
+        seen = score != -inf
+        w = recurrence.probability(score, lse)
+        d = recurrence.score_gradient(w, load(dp, j), delta)
+        store(ops.select(seen, w, hidden), move(weights, j * stride), 0)
+        store(ops.select(seen, d, 0.0), move(gradients, j * stride), 0)
+
+
+@njit(**STAGE)
+def multiply_gradients(gradients, stride, factors, keys):
+    """dS by the derivative of soft-capping; a hidden key's stays 0."""
+    for j in range(keys):
+        at = move(gradients, j * stride)
+        d = load(at, 0)
+        store(ops.select(d == 0.0, d, d * load(factors, j)), at, 0)
+
+
+@njit(**STAGE)
+def hide_keys(weights, gradients, stride, start, stop, hidden):
+    """Keys that no row of a register tile sees."""
+    for j in range(start, stop):
+        store(lanes_of(weights, hidden), move(weights, j * stride), 0)
+        store(lanes_of(weights, 0.0), move(gradients, j * stride), 0)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@njit(**STAGE)
+def add_key_gradients(c, c_stride, a, a_stride, b, b_stride, keys, columns, row_ranges):
+    """C[key, c] += sum_row A[key, row] B[row, c], over the rows that see one of a step's keys."""
+    n, column = register_width(c), 0
+    while column < columns:
+        wide = columns - column > (PANEL - 1) * n
+        for key in range(0, keys, STEP):
+            start, stop = row_ranges[key // STEP * 2], row_ranges[key // STEP * 2 + 1]
+            rows, rest = stop - start, min(STEP, keys - key)
+            to, of = move(c, key * c_stride + column), move(a, key * a_stride + start)
+            by = move(b, start * b_stride + column)
+            if rows <= 0:
+                continue
+            for j in range(STEP, 2 * STEP):
+                prefetch(address_of(move(to, j * c_stride)))
+                prefetch(address_of(move(to, j * c_stride + n)))
+            if rest == STEP and wide:
+                key_step(to, c_stride, of, a_stride, by, b_stride, rows, c)
+            elif rest == STEP:
+                key_step_narrow(to, c_stride, of, a_stride, by, b_stride, rows, c)
+            else:
+                for j in range(rest):
+                    to_j, of_j = move(to, j * c_stride), move(of, j * a_stride)
+                    if wide:
+                        key_step_1(to_j, c_stride, of_j, a_stride, by, b_stride, rows, c)
+                    else:
+                        key_step_1_narrow(to_j, c_stride, of_j, a_stride, by, b_stride, rows, c)
+        column += PANEL * n if wide else n
+
+
+@njit(**STAGE)
+def add_query_gradients(c, c_stride, a, a_stride, b, b_stride, rows, columns, keys):
+    """C[row, c] += sum_key A[key, row] B[key, c]"""
+    n, column = register_width(c), 0
+    while column < columns:
+        wide = columns - column > (PANEL - 1) * n
+        by = move(b, column)
+        row = 0
+        while row < rows:
+            to, of = move(c, row * c_stride + column), move(a, row)
+            if row + STEP <= rows:
+                if wide:
+                    query_step(to, c_stride, of, a_stride, by, b_stride, keys, c)
+                else:
+                    query_step_narrow(to, c_stride, of, a_stride, by, b_stride, keys, c)
+                row += STEP
+            else:
+                if wide:
+                    query_step_1(to, c_stride, of, a_stride, by, b_stride, keys, c)
+                else:
+                    query_step_1_narrow(to, c_stride, of, a_stride, by, b_stride, keys, c)
+                row += 1
+        column += PANEL * n if wide else n
+
+
+@njit(**STAGE)
+def add_seen(c, c_stride, a, weights, m_stride, k_stride, b, b_stride, count, depth, columns):
+    """C[m, c] += sum_k A[m, k] B[k, c] over the pairs that aren't marked as hidden in P, where B holds NaN or infinity.
+
+    0 * NaN would leak. Rare.
+    """
+    for m in range(count):
+        for k in range(depth):
+            at = m * m_stride + k * k_stride
+            if weights[at] < 0:
+                continue
+            for column in range(columns):
+                c[m * c_stride + column] += a[at] * b[k * b_stride + column]
+
+
+@njit(**STAGE)
+def add_bias_gradient(to, row_stride, column_stride, staging, gradients, stride, rows, keys):
+    """dS of a register tile onto the bias's gradient; a stride of 0 is an axis that the bias repeats along."""
+    transpose(staging, keys, gradients, stride, keys, rows)
+    if row_stride != 0 and column_stride != 0:
+        for r in range(rows):
+            for j in range(keys):
+                to[r * row_stride + j * column_stride] += staging[r * keys + j]
+    elif row_stride != 0:
+        for r in range(rows):
+            total = staging[r * keys]
+            for j in range(1, keys):
+                total += staging[r * keys + j]
+            to[r * row_stride] += total
+    else:
+        for r in range(1, rows):
+            for j in range(keys):
+                staging[j] += staging[r * keys + j]
+        if column_stride == 0:
+            for j in range(1, keys):
+                staging[0] += staging[j]
+            keys = 1
+        for j in range(keys):
+            to[j * column_stride] += staging[j]
+
+
+@njit(**STAGE)
+def write_rows(dq, stride, rows, columns, factor, to, row_stride, column_stride, code):
+    for r in range(rows):
+        row = move(dq, r * stride)
+        for c in range(columns):
+            row[c] *= factor
+        write_row(to + r * row_stride, column_stride, code, row, columns)
+
+
+# -- one thread --------------------------------------------------------------------------------------------------------
+
+
+@njit(**HELPER)
+def wait_for(progress, blocks, cancel):
+    """Wait until an item is done with so many blocks of keys; False if the call was cancelled meanwhile."""
+    while read_progress(progress) < blocks:
+        if read_flag(cancel) != 0:
+            return False
+    return True
+
+
+@njit(**STAGE)
+def clear_rows(row_ranges, steps, rows):
+    for step in range(steps):
+        row_ranges[2 * step], row_ranges[2 * step + 1] = rows, 0
+
+
+@njit(**STAGE)
+def mark_rows(row_ranges, start, stop, first_row, end_row):
+    """The rows first_row to end_row see some of the keys start to stop."""
+    for step in range(start // STEP, (stop + STEP - 1) // STEP):
+        row_ranges[2 * step] = min(row_ranges[2 * step], first_row)
+        row_ranges[2 * step + 1] = max(row_ranges[2 * step + 1], end_row)
+
+
+@njit(**HELPER)
+def differentiate_rows(p, g, plan, item, scratch, control):
+    """One item: what up to `block_q` query rows of one head add to the gradients."""
+    width, size = tile_width(scratch), itemsize(scratch)
+    dim, value_dim, block_k = p.dim, p.value_dim, plan.block_k
+    q, dout = part(scratch, plan.queries), part(scratch, plan.douts)
+    q_rows, dout_rows, dq = part(scratch, plan.query_rows), part(scratch, plan.dout_rows), part(scratch, plan.dq)
+    lse, delta = part(scratch, plan.lse), part(scratch, plan.delta)
+    s, dp = part(scratch, plan.scores), part(scratch, plan.dout_values)
+    keep, slopes = part(scratch, plan.keep), part(scratch, plan.cap_slope)
+    bias, mask, staging = part(scratch, plan.bias), part(scratch, plan.mask), part(scratch, plan.staging)
+    weights, gradients, stride = part(scratch, plan.weights), part(scratch, plan.score_gradients), plan.weight_stride
+    k, v_block = part(scratch, plan.keys), part(scratch, plan.values)
+    key_ranges = int64_at(address_of(scratch) + plan.key_ranges)
+    row_ranges = int64_at(address_of(scratch) + plan.row_ranges)
+
+    own = item_at(plan.table + item * ITEM_BYTES)
+    b, h, first_row = own.sequence, own.head, own.first_row
+    done, before = plan.progress + item * 8, plan.progress + own.previous * 8
+    q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, queries, keys, shift, row_index = operands(p, b, h)
+    dq_at, dk_at, dv_at, dout_at, delta_at, dbias_at, _, _, _, _, _ = operands(g, b, h)
+    rows = max(0, min(plan.block_q, queries - first_row))
+    tiles = (rows + width - 1) // width
+    slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E
+    scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h // p.k_group, 1.0)  # to base 2
+    v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h // p.v_group, 1.0)
+    factor = saturated(q, scale / scores.LOG2E)
+
+    q_from, dout_from, out_from = (
+        q_at + first_row * p.q_row,
+        dout_at + first_row * g.out_row,
+        out_at + first_row * p.out_row,
+    )
+    dout_row, dout_column, dout_format, dout_stride = g.out_row, g.out_column, g.out_format, plan.dout_stride
+    q_stride = plan.q_stride
+    load_rows(dout_rows, dout_stride, dout_from, rows, dout_row, dout_column, dout_format, value_dim, real(q, 1))
+    lse_from, delta_from = lse_at + first_row * size, delta_at + first_row * size
+    load_row_numbers(lse, delta, tiles, rows, lse_from, delta_from, dout_rows, dout_stride, staging, out_from, p)
+    if v_scale != 1.0:
+        scaled = real(q, v_scale)
+        load_rows(dout_rows, dout_stride, dout_from, rows, dout_row, dout_column, dout_format, value_dim, scaled)
+    load_rows(q_rows, q_stride, q_from, rows, p.q_row, p.q_column, p.q_format, dim, factor)
+    load_queries(q, staging, q_from, rows, p.q_row, p.q_column, p.q_format, dim, saturated(q, scale))
+    load_queries(dout, staging, dout_from, rows, dout_row, dout_column, dout_format, value_dim, real(q, v_scale))
+    fill(dq, tiles * width * q_stride, 0)
+
+    position = first_row + shift
+    start, stop = 0, 0
+    if rows > 0:
+        start, stop = scores.keys_seen_by_any(position, position + rows - 1, p.left, p.right, keys)
+    first_block, end_block = start // block_k, (stop + block_k - 1) // block_k
+    if plan.walks_all:
+        first_block, end_block = 0, (p.keys + block_k - 1) // block_k
+    publish(done, first_block)
+    rows_finite = -1  # whether Q and dO are finite, when that matters
+    for block in range(first_block, end_block):
+        if read_flag(control + CANCEL) != 0:
+            return
+        block_start = block * block_k
+        block_stop = min(block_start + block_k, stop)
+        count = block_stop - block_start
+        loaded, skipped, hidden = False, 0, 0.0
+        v, v_stride = v_block, value_dim
+        if g.bias != 0 and own.previous >= 0 and not wait_for(before, block + 1, control + CANCEL):
+            return
+        clear_rows(row_ranges, (block_k + STEP - 1) // STEP, rows)
+        for tile in range(tiles):
+            key_ranges[2 * tile] = key_ranges[2 * tile + 1] = 0
+            own_rows = min(width, rows - tile * width)
+            top = position + tile * width  # of the tile's first and last row
+            low = top + own_rows - 1
+            j0, j1 = scores.keys_seen_by_any(top, low, p.left, p.right, keys)
+            j0, j1 = max(j0, block_start), min(j1, block_stop)
+            n = j1 - j0
+            if n <= 0:
+                continue
+            all0, all1 = scores.keys_seen_by_all(top, low, p.left, p.right, keys)
+            row = first_row + tile * width
+            kept, has_bias, has_mask = load_terms(p, bias, mask, staging, bias_at, mask_at, row, own_rows, j0, n)
+            first, end = j0 - block_start, j1 - block_start
+            step_first, step_end = first // STEP * STEP, min((end + STEP - 1) // STEP * STEP, count)
+            key_ranges[2 * tile], key_ranges[2 * tile + 1] = step_first, step_end
+            mark_rows(row_ranges, step_first, step_end, tile * width, tile * width + own_rows)
+            if not kept:
+                skipped |= 1 << tile
+                continue
+            if not loaded:
+                loaded = True
+                k_from, v_from = k_at + block_start * p.k_row, v_at + block_start * p.v_row
+                load_rows(k, q_stride, k_from, count, p.k_row, p.k_column, p.k_format, dim, real(k, 1))
+                v, v_stride = load_block(v_block, v_from, count, p.v_row, p.v_column, p.v_format, value_dim)
+            hides = j0 < all0 or j1 > all1 or has_bias or has_mask or step_first < first or end < step_end
+            if hides and hidden == 0.0:
+                if rows_finite < 0:
+                    q_finite = all_finite(q_rows, rows, dim, q_stride)
+                    rows_finite = q_finite and all_finite(dout_rows, rows, value_dim, dout_stride)
+                if rows_finite == 0 or not all_finite(k, count, dim, q_stride):
+                    hidden = -1.0
+
+            multiply_keys(s, move(k, first * q_stride), q_stride, move(q, tile * width * dim), n, dim)
+            multiply_keys(dp, move(v, first * v_stride), v_stride, move(dout, tile * width * value_dim), n, value_dim)
+            if p.softcap != 0.0:
+                softcap_scores(s, n, p.softcap)
+                softcap_slopes(slopes, s, n, p.softcap)
+            apply_rules(p, s, bias, mask, has_bias, has_mask, slope, top, j0, n, all0, all1)
+            if p.keep_factor != 0.0:
+                fill(keep, n * width, 1)
+                i = row_index + row
+                drop_weights(keep, n, i, p.key_index + j0, h, b, p.round_keys, p.drop_below, p.keep_factor)
+                multiply_tile(dp, keep, n)
+
+            at = first * stride + tile * width
+            tile_weights, tile_gradients = move(weights, at), move(gradients, at)
+            tile_lse, tile_delta = move(lse, tile * width), move(delta, tile * width)
+            next_k = k_at + block_stop * p.k_row + tile * 2 * LINE
+            next_v = v_at + block_stop * p.v_row + tile * 2 * LINE
+            score_gradients(
+                tile_weights, tile_gradients, stride, s, dp, tile_lse, tile_delta, n, hidden, next_k, p.k_row, next_v, p.v_row
+            )
+            hide_keys(tile_weights, tile_gradients, stride, step_first - first, 0, hidden)
+            hide_keys(tile_weights, tile_gradients, stride, n, step_end - first, hidden)
+            if p.keep_factor != 0.0:
+                multiply_column(tile_weights, stride, keep, n)
+            if g.bias != 0:
+                to = pointer_like(s, dbias_at + row * g.bias_row + j0 * g.bias_column)
+                row_step, column_step = g.bias_row // size, g.bias_column // size
+                add_bias_gradient(to, row_step, column_step, staging, tile_gradients, stride, own_rows, n)
+            if p.softcap != 0.0:
+                multiply_gradients(tile_gradients, stride, slopes, n)
+
+        if g.bias == 0 and own.previous >= 0 and not wait_for(before, block + 1, control + CANCEL):
+            return
+        if loaded:
+            for tile in range(tiles):
+                if skipped >> tile & 1 != 0:
+                    at, n = key_ranges[2 * tile], key_ranges[2 * tile + 1] - key_ranges[2 * tile]
+                    moved = at * stride + tile * width
+                    hide_keys(move(weights, moved), move(gradients, moved), stride, 0, n, hidden)
+                    key_ranges[2 * tile + 1] = at
+            dk = pointer_like(s, dk_at + block_start * g.k_row)
+            dv = pointer_like(s, dv_at + block_start * g.v_row)
+            dk_stride, dv_stride = g.k_row // size, g.v_row // size
+            if hidden == 0.0:
+                if g.v != 0:
+                    add_key_gradients(
+                        dv, dv_stride, weights, stride, dout_rows, dout_stride, count, value_dim, row_ranges
+                    )
+                if g.k != 0:
+                    add_key_gradients(dk, dk_stride, gradients, stride, q_rows, q_stride, count, dim, row_ranges)
+            else:
+                for key in range(count):
+                    first, end = row_ranges[key // STEP * 2], row_ranges[key // STEP * 2 + 1]
+                    at, n = key * stride + first, end - first
+                    w, d = move(weights, at), move(gradients, at)
+                    q_from, dout_from = move(q_rows, first * q_stride), move(dout_rows, first * dout_stride)
+                    if g.v != 0:
+                        add_seen(move(dv, key * dv_stride), 0, w, w, 0, 1, dout_from, dout_stride, 1, n, value_dim)
+                    if g.k != 0:
+                        add_seen(move(dk, key * dk_stride), 0, d, w, 0, 1, q_from, q_stride, 1, n, dim)
+        publish(done, block + 1)
+        if loaded and g.q != 0:
+            for tile in range(tiles):
+                at, n = key_ranges[2 * tile], key_ranges[2 * tile + 1] - key_ranges[2 * tile]
+                own_rows = min(width, rows - tile * width)
+                to, moved, keys_from = (
+                    move(dq, tile * width * q_stride),
+                    at * stride + tile * width,
+                    move(k, at * q_stride),
+                )
+                d, w = move(gradients, moved), move(weights, moved)
+                if n > 0 and hidden == 0.0:
+                    add_query_gradients(to, q_stride, d, stride, keys_from, q_stride, own_rows, dim, n)
+                elif n > 0:
+                    add_seen(to, q_stride, d, w, 1, stride, keys_from, q_stride, own_rows, n, dim)
+    publish(done, NEVER)
+    if g.q != 0:
+        write_rows(dq, q_stride, rows, dim, factor, dq_at + first_row * g.q_row, g.q_row, g.q_column, g.q_format)
+
+
+def backward(problem, control, scratch):
+    """The work of one thread: items until none is left or the call is cancelled.
+
+    To be compiled as a C function of three addresses for float32 and for float64, which `scratch` points to.
+    """
+    p, plan = problem_at(problem), control_at(control)
+    g = problem_at(plan.gradient)
+    while read_flag(control + CANCEL) == 0:
+        item = take_ticket(control + TICKET)
+        if item >= plan.items:
+            return
+        differentiate_rows(p, g, plan, item, scratch, control)

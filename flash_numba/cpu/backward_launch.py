@@ -1,0 +1,105 @@
+"""Running a gradient call: the gradients are described as a problem of their own, then it goes like any call."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from .. import recurrence
+from ..problem import Call, GradCall, address, describe, flops
+from ..scores import LOG2E
+from . import launch
+from .backward_plan import links, plan_backward
+from .launch import Progress
+from .plan import Lanes, up_to
+
+
+def run(grad: GradCall, progress: Progress | None = None) -> None:
+    """Fill the gradients of a call in, whose arrays hold 0."""
+    dtype = grad.call.lse.dtype
+    lanes = launch.lanes_of(dtype)
+    delta = np.zeros_like(grad.call.lse) if grad.dlse is None else np.negative(grad.dlse)
+    dk, dv = whole_registers(grad.dk, lanes), whole_registers(grad.dv, lanes)
+    if grad.call.k.shape[-2] > 0:
+        run_kernel(grad, dk, dv, delta, lanes, progress)
+    for own, filled in ((grad.dk, dk), (grad.dv, dv)):
+        if own is not None and own is not filled:
+            own[...] = filled[..., : own.shape[-1]]
+    if grad.dsinks is not None:
+        assert grad.call.sinks is not None
+        fill_sink_gradients(grad, delta)
+
+
+def whole_registers(array: np.ndarray | None, lanes: Lanes) -> np.ndarray | None:
+    """An array to add dK or dV to, whose rows end with a whole vector register."""
+    if array is None or array.shape[-1] % lanes.register == 0:
+        return array
+    return np.zeros((*array.shape[:-1], up_to(lanes.register, array.shape[-1])), array.dtype)
+
+
+def run_kernel(grad, dk, dv, delta, lanes: Lanes, progress: Progress | None) -> None:
+    call = grad.call
+    dtype = call.lse.dtype
+    problem, alive = describe(call)
+    gradients, gradients_alive = describe_gradients(grad, dk, dv, delta)
+    control = plan_backward(problem, lanes)
+    if call.cu_seqlens_q is None:
+        queries = np.full(int(problem["batch"]), int(problem["queries"]))
+    else:
+        queries = np.diff(call.cu_seqlens_q)
+    heads, block_q = int(problem["heads"]), int(control["block_q"])
+    shared = [array.shape[-3] for array in (dk, dv) if array is not None] or [heads]
+    table = links(-(-queries // block_q), heads, heads // shared[0], block_q)
+    if is_shared(grad.dbias, call):  # every item may add to what any other adds to: one chain
+        table["previous"] = np.arange(-1, table.size - 1)
+        control["walks_all"] = 1
+    done = np.zeros(table.size, np.int64)
+    control["items"] = table.size
+    control["table"], control["progress"], control["gradient"] = address(table), address(done), address(gradients)
+
+    worker = launch.worker_address("backward", dtype)
+    launch.start(
+        launch.Launch(
+            worker=worker,
+            serial=launch.SERIAL_CALL(worker),
+            words=launch.words_of(problem, control),
+            items=table.size,
+            scratch_bytes=int(control["end"]),
+            groups=0,
+            workspace_bytes=0,
+            flops=2.5 * flops(call),
+        ),
+        tuple(problem[name] for name in ("q", "k", "v", "out", "lse")),
+        [grad, dk, dv, delta, alive, gradients, gradients_alive, table, done],
+        progress,
+    )
+
+
+def is_shared(dbias: np.ndarray | None, call: Call) -> bool:
+    """Whether heads or batch elements have a bias in common, and so its gradient."""
+    return dbias is not None and dbias.shape[:-2] != call.terms[0].shape[:-2]
+
+
+def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
+    """A sink has a share of every row's weights and no value: its derivative is the sum of -share * delta."""
+    sinks = (grad.call.sinks * LOG2E).astype(delta.dtype)
+    lse = grad.call.lse * delta.dtype.type(LOG2E)
+    *batch, heads, _ = lse.shape
+    shares = recurrence.probability(sinks.reshape(*batch, heads, 1), lse)
+    grad.dsinks[...] = recurrence.score_gradient(shares, 0, delta).sum(axis=-1).reshape(grad.dsinks.shape)
+
+
+def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.ndarray, list]:
+    """The gradients as a `PROBLEM`: dq, dk, dv and dbias stand where q, k, v and bias do, dout for out, delta for lse.
+
+    What isn't asked for has the address 0.
+    """
+    call = grad.call
+    arrays = {"q": grad.dq, "k": dk, "v": dv}
+    stand_ins = {name: getattr(call, name) if array is None else array for name, array in arrays.items()}
+    terms = [] if grad.dbias is None else [np.broadcast_to(grad.dbias, call.terms[0].shape)]
+    none = dict.fromkeys(("slopes", "sinks", "k_scales", "v_scales"))
+    problem, alive = describe(replace(call, **stand_ins, **none, out=grad.dout, lse=delta, terms=terms))
+    for name, array in arrays.items():
+        if array is None:
+            problem[name] = 0
+    return problem, alive

@@ -1,0 +1,126 @@
+"""How a gradient call is cut into work items, in which order they add to the same sums, and what a scratch holds.
+
+An item is a tile of query rows of one head. It owns their dQ; dK and dV it shares with the other rows and heads of its
+key head. These form a chain: an item adds to a block of keys after its predecessor in the chain has, so every sum is
+taken in the same order, by whichever thread. Blocks start at fixed multiples: like the forward's, the cut depends on
+sizes, dtype and CPU only.
+"""
+
+import numpy as np
+
+from .plan import Lanes, block_rows, lay_out, up_to
+
+BLOCK_K = 128  # keys a block
+PAD = 1  # registers more than a row of floats has: rows a power of two apart would share few sets of the L1 cache
+
+# A work item. `previous` is its predecessor in the chain, -1 for none.
+ITEM = np.dtype([("sequence", np.int64), ("head", np.int64), ("first_row", np.int64), ("previous", np.int64)])
+
+CONTROL = np.dtype(
+    [
+        # written while the call runs, each in a cache line of its own
+        ("ticket", np.int64),
+        ("_ticket_line", np.int64, 7),
+        ("cancel", np.int64),
+        ("_cancel_line", np.int64, 7),
+        ("items", np.int64),
+        ("table", np.int64),  # address of the ITEM records
+        ("progress", np.int64),  # address of a number an item: the blocks of keys that it is done with
+        ("gradient", np.int64),  # address of the PROBLEM record of the gradients (backward_launch.describe_gradients)
+        ("walks_all", np.int64),  # whether every item goes through all blocks of keys, as its successor waits for that
+        ("block_q", np.int64),
+        ("block_k", np.int64),
+        # elements from row to row
+        ("q_stride", np.int64),
+        ("dout_stride", np.int64),
+        ("weight_stride", np.int64),
+        # where a thread's scratch holds what, in bytes
+        ("queries", np.int64),  # Q and dO: (register tile, column, row), scaled for the scores
+        ("douts", np.int64),
+        ("query_rows", np.int64),  # and as they are, (row, column), scaled for dK and dV
+        ("dout_rows", np.int64),
+        ("dq", np.int64),  # (row, column)
+        ("lse", np.int64),  # of each row, in base 2
+        ("delta", np.int64),
+        ("scores", np.int64),  # of one register tile, (key, row)
+        ("dout_values", np.int64),  # dO V, likewise
+        ("keep", np.int64),  # what dropout multiplies a weight by, likewise
+        ("cap_slope", np.int64),  # the derivative of soft-capping, likewise
+        ("bias", np.int64),  # the two terms' parts, likewise
+        ("mask", np.int64),
+        ("weights", np.int64),  # P and dS of all rows: (key, row)
+        ("score_gradients", np.int64),
+        ("keys", np.int64),  # a block of K, (key, column), and of V where it can't be read in place
+        ("values", np.int64),
+        ("key_ranges", np.int64),  # which keys each register tile of rows sees, which rows see each step of keys
+        ("row_ranges", np.int64),
+        ("staging", np.int64),
+        ("end", np.int64),
+    ],
+    align=True,
+)
+TICKET, CANCEL = (CONTROL.fields[name][1] for name in ("ticket", "cancel"))  # type: ignore[index]
+
+
+def links(counts: np.ndarray, heads: int, group: int, block_q: int) -> np.ndarray:
+    """The `ITEM` records of sequences of `counts` tiles of rows each, `group` query heads sharing one of dK and dV.
+
+    Chains side by side, so that threads rarely wait. Within one the last rows come first: under a causal mask they see
+    most keys. The items that see some block of keys are neighbours in their chain.
+    """
+    kv_heads = heads // group
+    lengths = np.repeat(counts * group, kv_heads)  # of each chain
+    chain = np.repeat(np.arange(lengths.size), lengths)
+    link = np.arange(chain.size) - np.repeat(lengths.cumsum() - lengths, lengths)
+    order = np.lexsort((chain, link))
+    chain, link = chain[order], link[order]
+    table = np.zeros(chain.size, ITEM)
+    sequence = chain // kv_heads
+    table["sequence"] = sequence
+    table["head"] = chain % kv_heads * group + link % group
+    table["first_row"] = (counts[sequence] - 1 - link // group) * block_q
+    where = np.empty(chain.size, np.int64)
+    where[order] = np.arange(chain.size)  # of each link, chain by chain
+    previous = where[order - 1]
+    table["previous"] = np.where(link > 0, previous, -1)
+    return table
+
+
+def plan_backward(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
+    """The control block of a gradient call, without the addresses of its tables."""
+    queries, keys, dim, value_dim = (int(problem[name]) for name in ("queries", "keys", "dim", "value_dim"))
+    control = np.zeros((), CONTROL)
+    control["block_q"] = block_q = block_rows(queries, lanes)
+    control["block_k"] = block_k = min(BLOCK_K, max(1, keys))
+    pad = PAD * lanes.register
+    control["q_stride"] = q_stride = up_to(lanes.register, dim) + pad
+    control["dout_stride"] = dout_stride = up_to(lanes.register, value_dim) + pad
+    control["weight_stride"] = weight_stride = block_q + pad
+    tile = block_k * lanes.tile
+    bias, mask = bool(problem["bias"]), bool(problem["mask"])
+    return lay_out(
+        control,
+        lanes.itemsize,
+        {
+            "queries": block_q * dim,
+            "douts": block_q * value_dim,
+            "query_rows": block_q * q_stride,
+            "dout_rows": block_q * dout_stride,
+            "dq": block_q * q_stride,
+            "lse": block_q,
+            "delta": block_q,
+            "scores": tile,
+            "dout_values": tile,
+            "keep": tile * bool(problem["keep_factor"]),
+            "cap_slope": tile * bool(problem["softcap"]),
+            "bias": tile * bias,
+            "mask": tile * mask,
+            "weights": block_k * weight_stride,
+            "score_gradients": block_k * weight_stride,
+            "keys": block_k * q_stride,
+            "values": block_k * value_dim,
+            "key_ranges": 2 * 8 * (block_q // lanes.tile) // lanes.itemsize,
+            "row_ranges": 2 * 8 * block_k // lanes.itemsize,
+            "staging": lanes.tile * max(dim, value_dim, block_k),
+        },
+    )
