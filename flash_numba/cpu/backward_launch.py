@@ -1,6 +1,8 @@
 """Running a gradient call: the gradients are described as a problem of their own, then it goes like any call."""
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -47,8 +49,8 @@ def run_kernel(grad, dk, dv, delta, lanes: Lanes, progress: Progress | None) -> 
     else:
         queries = np.diff(call.cu_seqlens_q)
     heads, block_q = int(problem["heads"]), int(control["block_q"])
-    shared = [array.shape[-3] for array in (dk, dv) if array is not None] or [heads]
-    table = links(-(-queries // block_q), heads, heads // shared[0], block_q)
+    group = heads // math.lcm(call.k.shape[-3], call.v.shape[-3])
+    table = links(-(-queries // block_q), heads, group, block_q)
     if is_shared(grad.dbias, call):  # every item may add to what any other adds to: one chain
         table["previous"] = np.arange(-1, table.size - 1)
         control["walks_all"] = 1
@@ -80,12 +82,21 @@ def is_shared(dbias: np.ndarray | None, call: Call) -> bool:
 
 
 def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
-    """A sink has a share of every row's weights and no value: its derivative is the sum of -share * delta."""
-    sinks = (grad.call.sinks * LOG2E).astype(delta.dtype)
-    lse = grad.call.lse * delta.dtype.type(LOG2E)
-    *batch, heads, _ = lse.shape
-    shares = recurrence.probability(sinks.reshape(*batch, heads, 1), lse)
-    grad.dsinks[...] = recurrence.score_gradient(shares, 0, delta).sum(axis=-1).reshape(grad.dsinks.shape)
+    """A sink has a share of each of its rows' weights, but no value: its derivative is the sum of -share * delta."""
+    call = grad.call
+    assert grad.dsinks is not None
+    assert call.sinks is not None
+    sinks = (call.sinks * LOG2E).astype(delta.dtype)[..., None]
+    lse = call.lse * delta.dtype.type(LOG2E)
+    if call.cu_seqlens_q is None:
+        parts = zip(lse.reshape(*sinks.shape[:2], -1), delta.reshape(*sinks.shape[:2], -1), strict=True)
+    else:
+        rows = [slice(*ends) for ends in pairwise(call.cu_seqlens_q)]
+        parts = ((lse[0, :, own], delta[0, :, own]) for own in rows)
+    with np.errstate(invalid="ignore"):  # NaN is passed on
+        for own, sink, (own_lse, own_delta) in zip(grad.dsinks, sinks, parts, strict=True):
+            share = recurrence.probability(sink, own_lse)
+            own[:] = recurrence.score_gradient(share, 0, own_delta).sum(axis=-1)
 
 
 def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.ndarray, list]:

@@ -42,6 +42,7 @@ CONTROL = np.dtype(
         ("dq", np.int64),  # (row, column)
         ("lse", np.int64),  # of each row, in base 2
         ("delta", np.int64),
+        ("row_bias", np.int64),  # the gradient of a bias that has one number for all keys of a row
         ("scores", np.int64),  # of one register tile, (key, row)
         ("dout_values", np.int64),  # dO V, likewise
         ("keep", np.int64),  # what dropout multiplies a weight by, likewise
@@ -109,6 +110,7 @@ def plan_backward(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
             "dq": block_q * q_stride,
             "lse": block_q,
             "delta": block_q,
+            "row_bias": block_q,
             "scores": tile,
             "dout_values": tile,
             "keep": tile * bool(problem["keep_factor"]),
