@@ -174,6 +174,17 @@ def hide_keys(weights, gradients, stride, start, stop, hidden):
 
 
 @njit(**STAGE)
+def add_to_key_tile(c, c_stride, a, a_stride, b, b_stride, rows):
+    """The full step, apart from all others: pointers that go through the same loop leave it on the stack."""
+    key_step(c, c_stride, a, a_stride, b, b_stride, rows, c)
+
+
+@njit(**STAGE)
+def add_to_query_tile(c, c_stride, a, a_stride, b, b_stride, keys):
+    query_step(c, c_stride, a, a_stride, b, b_stride, keys, c)
+
+
+@njit(**STAGE)
 def add_key_gradients(c, c_stride, a, a_stride, b, b_stride, keys, columns, row_ranges):
     """C[key, c] += sum_row A[key, row] B[row, c], over the rows that see one of a step's keys."""
     n, column = register_width(c), 0
@@ -190,7 +201,7 @@ def add_key_gradients(c, c_stride, a, a_stride, b, b_stride, keys, columns, row_
                 prefetch(address_of(move(to, j * c_stride)))
                 prefetch(address_of(move(to, j * c_stride + n)))
             if rest == STEP and wide:
-                key_step(to, c_stride, of, a_stride, by, b_stride, rows, c)
+                add_to_key_tile(to, c_stride, of, a_stride, by, b_stride, rows)
             elif rest == STEP:
                 key_step_narrow(to, c_stride, of, a_stride, by, b_stride, rows, c)
             else:
@@ -215,7 +226,7 @@ def add_query_gradients(c, c_stride, a, a_stride, b, b_stride, rows, columns, ke
             to, of = move(c, row * c_stride + column), move(a, row)
             if row + STEP <= rows:
                 if wide:
-                    query_step(to, c_stride, of, a_stride, by, b_stride, keys, c)
+                    add_to_query_tile(to, c_stride, of, a_stride, by, b_stride, keys)
                 else:
                     query_step_narrow(to, c_stride, of, a_stride, by, b_stride, keys, c)
                 row += STEP
