@@ -21,10 +21,10 @@ from math import inf
 from numba import njit, types
 
 from .. import ops, recurrence, scores
-from . import simd
 from .backward_plan import CANCEL, CONTROL, ITEM, TICKET
 from .compile import HELPER, STAGE
 from .forward import load_block, load_queries, multiply_keys, of_head, operands, problem_at
+from .head_products import STEP, add_key_gradients, add_query_gradients, add_seen
 from .plan import LINE
 from .rows import all_finite, fetch_row, saturated, transpose, write_row
 from .rules import apply_rules, drop_weights, load_terms, softcap_scores
@@ -43,7 +43,6 @@ from .simd import (
     read_progress,
     real,
     record_at,
-    register_width,
     store,
     take_ticket,
     tile_width,
@@ -54,14 +53,6 @@ int64_at = pointer_to(types.int64)
 ITEM_BYTES = ITEM.itemsize
 AHEAD = 2 * LINE  # bytes of a key's and a value's row that are asked for while a register tile is worked on
 NEVER = 2**62  # blocks of keys that an item is done with when it is done with all
-STEP = simd.TILE.rows
-PANEL = 1 << (simd.TILE.vectors.bit_length() - 1)  # vector registers of a step along the head dimension: divide it well
-key_step, key_step_narrow, key_step_1, key_step_1_narrow = (
-    simd.product_step(m, registers, across=False, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
-)
-query_step, query_step_narrow, query_step_1, query_step_1_narrow = (
-    simd.product_step(m, registers, across=True, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
-)
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -103,6 +94,30 @@ def load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout, dout_strid
 def fill(to, count, value):
     for i in range(count):
         to[i] = value
+
+
+@njit(**HELPER)
+def load_item(p, g, plan, scratch, first_row, rows, q_at, out_at, dout_at, lse_at, delta_at, scale, v_scale):
+    """An item's part of Q and dO, both ways round, and of LSE and delta; dQ and the like to 0."""
+    width, size, staging = tile_width(scratch), itemsize(scratch), part(scratch, plan.staging)
+    q, q_rows, q_stride = part(scratch, plan.queries), part(scratch, plan.query_rows), plan.q_stride
+    dout, dout_rows, dout_stride = part(scratch, plan.douts), part(scratch, plan.dout_rows), plan.dout_stride
+    lse, delta, tiles = part(scratch, plan.lse), part(scratch, plan.delta), (rows + width - 1) // width
+    q_at, dout_at, out_at = q_at + first_row * p.q_row, dout_at + first_row * g.out_row, out_at + first_row * p.out_row
+    lse_at, delta_at = lse_at + first_row * size, delta_at + first_row * size
+    q_row, q_column, q_format, dim = p.q_row, p.q_column, p.q_format, p.dim
+    dout_row, dout_column, dout_format, value_dim = g.out_row, g.out_column, g.out_format, p.value_dim
+
+    load_rows(dout_rows, dout_stride, dout_at, rows, dout_row, dout_column, dout_format, value_dim, real(q, 1))
+    load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout_rows, dout_stride, staging, out_at, p)
+    if v_scale != 1.0:
+        scaled = real(q, v_scale)
+        load_rows(dout_rows, dout_stride, dout_at, rows, dout_row, dout_column, dout_format, value_dim, scaled)
+    load_queries(dout, staging, dout_at, rows, dout_row, dout_column, dout_format, value_dim, real(q, v_scale))
+    load_rows(q_rows, q_stride, q_at, rows, q_row, q_column, q_format, dim, saturated(q, scale / scores.LOG2E))
+    load_queries(q, staging, q_at, rows, q_row, q_column, q_format, dim, saturated(q, scale))
+    fill(part(scratch, plan.dq), tiles * width * q_stride, 0)
+    fill(part(scratch, plan.row_bias), tiles * width, 0)
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -170,88 +185,55 @@ def hide_keys(weights, gradients, stride, start, stop, hidden):
         store(lanes_of(weights, 0.0), move(gradients, j * stride), 0)
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
+# -- products ---------------------------------------------------------------------------------------------------------
 
 
-@njit(**STAGE)
-def add_to_key_tile(c, c_stride, a, a_stride, b, b_stride, rows):
-    """The full step, apart from all others: pointers that go through the same loop leave it on the stack."""
-    key_step(c, c_stride, a, a_stride, b, b_stride, rows, c)
+@njit(**HELPER)
+def ranges_at(scratch, offset):
+    return int64_at(address_of(scratch) + offset)
 
 
-@njit(**STAGE)
-def add_to_query_tile(c, c_stride, a, a_stride, b, b_stride, keys):
-    query_step(c, c_stride, a, a_stride, b, b_stride, keys, c)
+@njit(**HELPER)
+def add_to_keys(p, g, plan, scratch, dk_at, dv_at, count, hidden):
+    """dK and dV of a block of `count` keys, from P and dS in the scratch."""
+    size, stride, staging = itemsize(scratch), plan.weight_stride, part(scratch, plan.staging)
+    weights, gradients = part(scratch, plan.weights), part(scratch, plan.score_gradients)
+    q_rows, dout_rows = part(scratch, plan.query_rows), part(scratch, plan.dout_rows)
+    ranges = ranges_at(scratch, plan.row_ranges)
+    for of_values in range(2):
+        if of_values:
+            at, row, a, b, b_stride, columns = dv_at, g.v_row, weights, dout_rows, plan.dout_stride, p.value_dim
+        else:
+            at, row, a, b, b_stride, columns = dk_at, g.k_row, gradients, q_rows, plan.q_stride, p.dim
+        if (g.v if of_values else g.k) == 0:
+            continue
+        to, to_stride = pointer_like(scratch, at), row // size
+        if hidden == 0.0:
+            add_key_gradients(to, to_stride, a, stride, b, b_stride, count, columns, ranges)
+            continue
+        for key in range(count):
+            first, end = ranges[key // STEP * 2], ranges[key // STEP * 2 + 1]
+            own, w, by = key * stride + first, move(weights, key * stride + first), move(b, first * b_stride)
+            add_seen(
+                move(to, key * to_stride), 0, move(a, own), w, 0, 1, by, b_stride, 1, end - first, columns, staging
+            )
 
 
-@njit(**STAGE)
-def add_key_gradients(c, c_stride, a, a_stride, b, b_stride, keys, columns, row_ranges):
-    """C[key, c] += sum_row A[key, row] B[row, c], over the rows that see one of a step's keys."""
-    n, column = register_width(c), 0
-    while column < columns:
-        wide = columns - column > (PANEL - 1) * n
-        for key in range(0, keys, STEP):
-            start, stop = row_ranges[key // STEP * 2], row_ranges[key // STEP * 2 + 1]
-            rows, rest = stop - start, min(STEP, keys - key)
-            to, of = move(c, key * c_stride + column), move(a, key * a_stride + start)
-            by = move(b, start * b_stride + column)
-            if rows <= 0:
-                continue
-            for j in range(STEP, 2 * STEP):
-                prefetch(address_of(move(to, j * c_stride)))
-                prefetch(address_of(move(to, j * c_stride + n)))
-            if rest == STEP and wide:
-                add_to_key_tile(to, c_stride, of, a_stride, by, b_stride, rows)
-            elif rest == STEP:
-                key_step_narrow(to, c_stride, of, a_stride, by, b_stride, rows, c)
-            else:
-                for j in range(rest):
-                    to_j, of_j = move(to, j * c_stride), move(of, j * a_stride)
-                    if wide:
-                        key_step_1(to_j, c_stride, of_j, a_stride, by, b_stride, rows, c)
-                    else:
-                        key_step_1_narrow(to_j, c_stride, of_j, a_stride, by, b_stride, rows, c)
-        column += PANEL * n if wide else n
-
-
-@njit(**STAGE)
-def add_query_gradients(c, c_stride, a, a_stride, b, b_stride, rows, columns, keys):
-    """C[row, c] += sum_key A[key, row] B[key, c]"""
-    n, column = register_width(c), 0
-    while column < columns:
-        wide = columns - column > (PANEL - 1) * n
-        by = move(b, column)
-        row = 0
-        while row < rows:
-            to, of = move(c, row * c_stride + column), move(a, row)
-            if row + STEP <= rows:
-                if wide:
-                    add_to_query_tile(to, c_stride, of, a_stride, by, b_stride, keys)
-                else:
-                    query_step_narrow(to, c_stride, of, a_stride, by, b_stride, keys, c)
-                row += STEP
-            else:
-                if wide:
-                    query_step_1(to, c_stride, of, a_stride, by, b_stride, keys, c)
-                else:
-                    query_step_1_narrow(to, c_stride, of, a_stride, by, b_stride, keys, c)
-                row += 1
-        column += PANEL * n if wide else n
-
-
-@njit(**STAGE)
-def add_seen(c, c_stride, a, weights, m_stride, k_stride, b, b_stride, count, depth, columns, total):
-    """C[m, c] += sum_k A[m, k] B[k, c] over the pairs that aren't marked as hidden in P: 0 * NaN would leak. Rare."""
-    for m in range(count):
-        for column in range(columns):
-            total[column] = 0
-        for k in range(depth):
-            at = m * m_stride + k * k_stride
-            if not weights[at] < 0:
-                for column in range(columns):
-                    total[column] += a[at] * b[k * b_stride + column]
-        for column in range(columns):
-            c[m * c_stride + column] += total[column]
+@njit(**HELPER)
+def add_to_queries(p, plan, scratch, rows, hidden):
+    """dQ of the item, from dS and the block of K in the scratch."""
+    width, stride, staging = tile_width(scratch), plan.weight_stride, part(scratch, plan.staging)
+    weights, gradients = part(scratch, plan.weights), part(scratch, plan.score_gradients)
+    dq, k, q_stride = part(scratch, plan.dq), part(scratch, plan.keys), plan.q_stride
+    ranges = ranges_at(scratch, plan.key_ranges)
+    for first in range(0, rows, width):
+        start, own_rows = ranges[first // width * 2], min(width, rows - first)
+        n, at = ranges[first // width * 2 + 1] - start, start * stride + first
+        to, a, w, b = move(dq, first * q_stride), move(gradients, at), move(weights, at), move(k, start * q_stride)
+        if n > 0 and hidden == 0.0:
+            add_query_gradients(to, q_stride, a, stride, b, q_stride, own_rows, p.dim, n)
+        elif n > 0:
+            add_seen(to, q_stride, a, w, 1, stride, b, q_stride, own_rows, n, p.dim, staging)
 
 
 @njit(**STAGE)
@@ -322,15 +304,13 @@ def differentiate_rows(p, g, plan, item, scratch, control):
     width, size = tile_width(scratch), itemsize(scratch)
     dim, value_dim, block_k = p.dim, p.value_dim, plan.block_k
     q, dout = part(scratch, plan.queries), part(scratch, plan.douts)
-    q_rows, dout_rows, dq = part(scratch, plan.query_rows), part(scratch, plan.dout_rows), part(scratch, plan.dq)
     lse, delta, row_bias = part(scratch, plan.lse), part(scratch, plan.delta), part(scratch, plan.row_bias)
     s, dp = part(scratch, plan.scores), part(scratch, plan.dout_values)
     keep, slopes = part(scratch, plan.keep), part(scratch, plan.cap_slope)
     bias, mask, staging = part(scratch, plan.bias), part(scratch, plan.mask), part(scratch, plan.staging)
     weights, gradients, stride = part(scratch, plan.weights), part(scratch, plan.score_gradients), plan.weight_stride
     k, v_block = part(scratch, plan.keys), part(scratch, plan.values)
-    key_ranges = int64_at(address_of(scratch) + plan.key_ranges)
-    row_ranges = int64_at(address_of(scratch) + plan.row_ranges)
+    key_ranges, row_ranges = ranges_at(scratch, plan.key_ranges), ranges_at(scratch, plan.row_ranges)
 
     own = item_at(plan.table + item * ITEM_BYTES)
     b, h, first_row = own.sequence, own.head, own.first_row
@@ -342,26 +322,7 @@ def differentiate_rows(p, g, plan, item, scratch, control):
     slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E
     scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h // p.k_group, 1.0)  # to base 2
     v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h // p.v_group, 1.0)
-    factor = saturated(q, scale / scores.LOG2E)
-
-    q_from, dout_from, out_from = (
-        q_at + first_row * p.q_row,
-        dout_at + first_row * g.out_row,
-        out_at + first_row * p.out_row,
-    )
-    dout_row, dout_column, dout_format, dout_stride = g.out_row, g.out_column, g.out_format, plan.dout_stride
-    q_stride = plan.q_stride
-    load_rows(dout_rows, dout_stride, dout_from, rows, dout_row, dout_column, dout_format, value_dim, real(q, 1))
-    lse_from, delta_from = lse_at + first_row * size, delta_at + first_row * size
-    load_row_numbers(lse, delta, tiles, rows, lse_from, delta_from, dout_rows, dout_stride, staging, out_from, p)
-    if v_scale != 1.0:
-        scaled = real(q, v_scale)
-        load_rows(dout_rows, dout_stride, dout_from, rows, dout_row, dout_column, dout_format, value_dim, scaled)
-    load_rows(q_rows, q_stride, q_from, rows, p.q_row, p.q_column, p.q_format, dim, factor)
-    load_queries(q, staging, q_from, rows, p.q_row, p.q_column, p.q_format, dim, saturated(q, scale))
-    load_queries(dout, staging, dout_from, rows, dout_row, dout_column, dout_format, value_dim, real(q, v_scale))
-    fill(dq, tiles * width * q_stride, 0)
-    fill(row_bias, tiles * width, 0)
+    load_item(p, g, plan, scratch, first_row, rows, q_at, out_at, dout_at, lse_at, delta_at, scale, v_scale)
 
     position = first_row + shift
     start, stop = 0, 0
@@ -371,7 +332,8 @@ def differentiate_rows(p, g, plan, item, scratch, control):
     if plan.walks_all:
         first_block, end_block = 0, (p.keys + block_k - 1) // block_k
     publish(done, first_block)
-    rows_finite = all_finite(q_rows, rows, dim, q_stride) and all_finite(dout_rows, rows, value_dim, dout_stride)
+    rows_finite = all_finite(part(scratch, plan.query_rows), rows, dim, plan.q_stride)
+    rows_finite = rows_finite and all_finite(part(scratch, plan.dout_rows), rows, value_dim, plan.dout_stride)
     for block in range(first_block, end_block):
         if read_flag(control + CANCEL) != 0:
             return
@@ -406,11 +368,11 @@ def differentiate_rows(p, g, plan, item, scratch, control):
             if not loaded:
                 loaded = True
                 k_from, v_from = k_at + block_start * p.k_row, v_at + block_start * p.v_row
-                load_rows(k, q_stride, k_from, count, p.k_row, p.k_column, p.k_format, dim, real(k, 1))
+                load_rows(k, plan.q_stride, k_from, count, p.k_row, p.k_column, p.k_format, dim, real(k, 1))
                 v, v_stride = load_block(v_block, v_from, count, p.v_row, p.v_column, p.v_format, value_dim)
-                if not (rows_finite and all_finite(k, count, dim, q_stride)):
+                if not (rows_finite and all_finite(k, count, dim, plan.q_stride)):
                     hidden = -1.0
-            multiply_keys(s, move(k, first * q_stride), q_stride, move(q, tile * width * dim), n, dim)
+            multiply_keys(s, move(k, first * plan.q_stride), plan.q_stride, move(q, tile * width * dim), n, dim)
             multiply_keys(dp, move(v, first * v_stride), v_stride, move(dout, tile * width * value_dim), n, value_dim)
             if p.softcap != 0.0:
                 softcap_scores(s, n, p.softcap)
@@ -449,50 +411,19 @@ def differentiate_rows(p, g, plan, item, scratch, control):
                     moved = at * stride + tile * width
                     hide_keys(move(weights, moved), move(gradients, moved), stride, 0, n, hidden)
                     key_ranges[2 * tile + 1] = at
-            dk = pointer_like(s, dk_at + block_start * g.k_row)
-            dv = pointer_like(s, dv_at + block_start * g.v_row)
-            dk_stride, dv_stride = g.k_row // size, g.v_row // size
-            if hidden == 0.0:
-                if g.v != 0:
-                    add_key_gradients(
-                        dv, dv_stride, weights, stride, dout_rows, dout_stride, count, value_dim, row_ranges
-                    )
-                if g.k != 0:
-                    add_key_gradients(dk, dk_stride, gradients, stride, q_rows, q_stride, count, dim, row_ranges)
-            else:
-                for key in range(count):
-                    first, end = row_ranges[key // STEP * 2], row_ranges[key // STEP * 2 + 1]
-                    at, n = key * stride + first, end - first
-                    w, d = move(weights, at), move(gradients, at)
-                    q_from, dout_from = move(q_rows, first * q_stride), move(dout_rows, first * dout_stride)
-                    if g.v != 0:
-                        add_seen(
-                            move(dv, key * dv_stride), 0, w, w, 0, 1, dout_from, dout_stride, 1, n, value_dim, staging
-                        )
-                    if g.k != 0:
-                        add_seen(move(dk, key * dk_stride), 0, d, w, 0, 1, q_from, q_stride, 1, n, dim, staging)
+            dk_to, dv_to = dk_at + block_start * g.k_row, dv_at + block_start * g.v_row
+            add_to_keys(p, g, plan, scratch, dk_to, dv_to, count, hidden)
         publish(done, block + 1)
         if loaded and g.q != 0:
-            for tile in range(tiles):
-                at, n = key_ranges[2 * tile], key_ranges[2 * tile + 1] - key_ranges[2 * tile]
-                own_rows = min(width, rows - tile * width)
-                to, moved, keys_from = (
-                    move(dq, tile * width * q_stride),
-                    at * stride + tile * width,
-                    move(k, at * q_stride),
-                )
-                d, w = move(gradients, moved), move(weights, moved)
-                if n > 0 and hidden == 0.0:
-                    add_query_gradients(to, q_stride, d, stride, keys_from, q_stride, own_rows, dim, n)
-                elif n > 0:
-                    add_seen(to, q_stride, d, w, 1, stride, keys_from, q_stride, own_rows, n, dim, staging)
+            add_to_queries(p, plan, scratch, rows, hidden)
     if g.bias != 0 and g.bias_column == 0:
         if own.previous >= 0 and not wait_for(before, NEVER, control + CANCEL):
             return
         add_to_rows(pointer_like(s, dbias_at + first_row * g.bias_row), g.bias_row // size, row_bias, rows)
     publish(done, NEVER)
     if g.q != 0:
-        write_rows(dq, q_stride, rows, dim, factor, dq_at + first_row * g.q_row, g.q_row, g.q_column, g.q_format)
+        dq, factor = part(scratch, plan.dq), saturated(q, scale / scores.LOG2E)
+        write_rows(dq, plan.q_stride, rows, dim, factor, dq_at + first_row * g.q_row, g.q_row, g.q_column, g.q_format)
 
 
 def backward(problem, control, scratch):
