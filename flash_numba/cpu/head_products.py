@@ -44,7 +44,7 @@ def add_key_gradients(c, c_stride, a, a_stride, b, b_stride, keys, columns, row_
             by = move(b, start * b_stride + column)
             if rows <= 0:
                 continue
-            for j in range(STEP, 2 * STEP):
+            for j in range(STEP, 2 * STEP):  # the next step's sums, which may lie in main memory
                 prefetch(address_of(move(to, j * c_stride)))
                 prefetch(address_of(move(to, j * c_stride + n)))
             if rest == STEP and wide:
