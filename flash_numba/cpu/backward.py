@@ -242,8 +242,13 @@ def add_bias_gradient(to, row_stride, column_stride, staging, gradients, stride,
                 staging[j] += staging[r * keys + j]
         rows = 1
     for r in range(rows):
-        for j in range(keys):
-            to[r * row_stride + j * column_stride] += staging[r * keys + j]
+        row = move(to, r * row_stride)
+        if column_stride == 1:
+            for j in range(keys):
+                row[j] += staging[r * keys + j]
+        else:
+            for j in range(keys):
+                row[j * column_stride] += staging[r * keys + j]
 
 
 @njit(**STAGE)
