@@ -25,7 +25,7 @@ from .backward_plan import CANCEL, CONTROL, ITEM, TICKET
 from .compile import HELPER, STAGE
 from .forward import ahead_of, ask_for, load_block, load_queries, multiply_keys, of_head, operands, problem_at
 from .head_products import STEP, add_key_gradients, add_query_gradients, add_seen
-from .rows import all_finite, fetch_row, saturated, transpose, write_row
+from .rows import all_finite, dot, fetch_row, saturated, transpose, write_row
 from .rules import apply_rules, drop_weights, load_terms, softcap_scores
 from .simd import (
     address_of,
@@ -64,14 +64,6 @@ def load_rows(to, to_stride, address, rows, row_stride, column_stride, code, col
         if scale != 1:
             for c in range(columns):
                 row[c] *= scale
-
-
-@njit(**STAGE | {"fastmath": STAGE["fastmath"] | {"reassoc"}})
-def dot(a, b, n):
-    total = a[0] * 0
-    for c in range(n):
-        total += a[c] * b[c]
-    return total
 
 
 @njit(**STAGE)

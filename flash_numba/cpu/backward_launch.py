@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def run(grad: GradCall, progress: Progress | None = None) -> None:
     if grad.call.k.shape[-2] > 0:
         run_kernel(grad, dk, dv, delta, lanes, progress)
     for own, filled in ((grad.dk, dk), (grad.dv, dv)):
-        if own is not None and own is not filled:
+        if own is not None and filled is not None and own is not filled:
             own[...] = filled[..., : own.shape[-1]]
     if grad.dsinks is not None:
         assert grad.call.sinks is not None
@@ -89,14 +90,14 @@ def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
     sinks = (call.sinks * LOG2E).astype(delta.dtype)[..., None]
     lse = call.lse * delta.dtype.type(LOG2E)
     if call.cu_seqlens_q is None:
-        parts = zip(lse.reshape(*sinks.shape[:2], -1), delta.reshape(*sinks.shape[:2], -1), strict=True)
+        lse, delta = (x.reshape(*sinks.shape[:2], -1) for x in (lse, delta))
+        rows = [(b, slice(None)) for b in range(len(sinks))]
     else:
-        rows = [slice(*ends) for ends in pairwise(call.cu_seqlens_q)]
-        parts = ((lse[0, :, own], delta[0, :, own]) for own in rows)
+        rows = [(0, slice(*ends)) for ends in pairwise(call.cu_seqlens_q)]
     with np.errstate(invalid="ignore"):  # NaN is passed on
-        for own, sink, (own_lse, own_delta) in zip(grad.dsinks, sinks, parts, strict=True):
-            share = recurrence.probability(sink, own_lse)
-            own[:] = recurrence.score_gradient(share, 0, own_delta).sum(axis=-1)
+        for own, sink, (b, own_rows) in zip(grad.dsinks, sinks, rows, strict=True):
+            share = recurrence.probability(sink, lse[b, :, own_rows])
+            own[:] = recurrence.score_gradient(share, 0, delta[b, :, own_rows]).sum(axis=-1)
 
 
 def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.ndarray, list]:
@@ -106,9 +107,11 @@ def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.nd
     """
     call = grad.call
     arrays = {"q": grad.dq, "k": dk, "v": dv}
-    stand_ins = {name: getattr(call, name) if array is None else array for name, array in arrays.items()}
+    stand_ins: dict[str, Any] = {
+        name: getattr(call, name) if array is None else array for name, array in arrays.items()
+    }
     terms = [] if grad.dbias is None else [np.broadcast_to(grad.dbias, call.terms[0].shape)]
-    none = dict.fromkeys(("slopes", "sinks", "k_scales", "v_scales"))
+    none: dict[str, Any] = dict.fromkeys(("slopes", "sinks", "k_scales", "v_scales"))
     problem, alive = describe(replace(call, **stand_ins, **none, out=grad.dout, lse=delta, terms=terms))
     for name, array in arrays.items():
         if array is None:

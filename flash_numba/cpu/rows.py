@@ -213,7 +213,20 @@ def transpose(to, to_stride, source, stride, rows, columns):
             to[c * to_stride + r] = source[r * stride + c]
 
 
-@njit(**STAGE | {"fastmath": STAGE["fastmath"] | {"reassoc"}})
+# Sums that LLVM may reorder, and so vectorise.
+REORDERED = STAGE | {"fastmath": STAGE["fastmath"] | {"reassoc"}}
+
+
+@njit(**REORDERED)
+def dot(a, b, n):
+    """The sum of the products of two rows."""
+    total = real(a, 0)
+    for c in range(n):
+        total += a[c] * b[c]
+    return total
+
+
+@njit(**REORDERED)
 def all_finite(rows, n, columns, stride):
     """Whether n rows hold neither NaN nor infinity: x * 0 is 0 or NaN. A sum that LLVM may
     reorder is quick and as good (but not x - x, which it then takes for 0)."""
