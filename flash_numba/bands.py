@@ -22,7 +22,12 @@ results is four standard deviations off, and the difference of two results sqrt(
 5. NumPy in 16 bits rounds after every step: a score (one unit apart in two evaluations, where float32 sums straddle
    the middle), weights, and both sums twice a block. Allowed on top, for B blocks: u16 ((2 + 4 sqrt(B)) (|O| + S) + 2
    z S).
-6. Below the smallest normal number errors are absolute, half of a subnormal's spacing, for the output and each
+6. A gradient takes P from a given LSE, so the error of a score is no longer shared by numerator and denominator: the
+   relative error of p is (4 + 2 sqrt(D)) u z + u (|lse| + 8). In ds = p (dp - delta), dp and delta are dot products
+   of D_v terms as in point 1; the error of delta is shared by all keys of its row. Gradients are sums over n of such
+   terms, for which points 2 and 3 hold: the root of the sum of squares of their errors, and (8 + 3 sqrt(n)) u times
+   the sum of their sizes.
+7. Below the smallest normal number errors are absolute, half of a subnormal's spacing, for the output and each
    weight.
 
 For standard normal q, k and v at D = 64 that is 1e-14 in float64, 5e-6 in float32, and with everything in bfloat16
@@ -36,6 +41,8 @@ import ml_dtypes
 import numpy as np
 
 from . import reference
+from .reference import Gradients
+from .reference.gradient import differentiated, sum_as, sum_heads, sum_to
 
 
 class Format(NamedTuple):
@@ -176,3 +183,101 @@ def lse_limit(dtype, score_max, *, keys, head_dim):
     The error of the largest score passes through whole (points 1 and 3), and rounding the result adds u (|s| + log N).
     """
     return TABLE[np.dtype(dtype)].accumulated * (_sums(keys) + _score(head_dim) * score_max)
+
+
+class GradientBands(NamedTuple):
+    """For each element of each gradient, in float64."""
+
+    limits: Gradients
+    """Allowed |error|, before a gradient is rounded to its own dtype (`rounding`)."""
+    sizes: Gradients
+    """How large the terms are that cancel to it: in ds, p (|dp| + |delta|). Relative errors are relative to it."""
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def gradient_bands(dtype, dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules) -> GradientBands:
+    """How exact a compiled kernel's gradients of arrays in `dtype` have to be (point 6).
+
+    The arguments are those of `reference.attention_grad`, whose results the kernel's are compared with: out and lse
+    count as exact. Holds S x S matrices. NaN and infinities count for nothing.
+    """
+    u = TABLE[np.dtype(dtype)].accumulated
+    x = differentiated(dout, q, k, v, out, lse, dlse=dlse, layout=layout, **rules)
+    call = x.call
+    batches, heads = x.p.shape[:2]
+    q_by_batch, k_by_batch = (part.reshape((*call.batch, *part.shape[1:])) for part in (call.q, call.k))
+    z = np.broadcast_to(_score_sizes(q_by_batch, k_by_batch, rules), (*call.batch, *x.p.shape[1:])).reshape(x.p.shape)
+    parts = (call.q, call.k, call.v, x.p, x.dp, x.ds, x.d_product, x.delta, x.lse, x.dout, x.out, call.sink)
+    queries, keys, values, p, dp, ds, d_product, delta, row_lse, douts, outs, sink = (
+        np.abs(np.nan_to_num(part, posinf=0, neginf=0)) for part in parts
+    )
+
+    # errors in units of u: of p, and of ds, apart from delta's, which is shared along a row
+    wide = np.float64 if u == TABLE[np.dtype(np.float64)].accumulated else np.float32
+    least = float(np.finfo(wide).smallest_normal) / u  # smaller weights may be taken for 0
+    of_p = p * (_score(call.q.shape[-1]) * z + np.minimum(row_lse, 1e30) + 8) + least
+    dot, root = _score(call.v.shape[-1]), sqrt(call.v.shape[-1])
+    of_dp = dot * (dp + _lengths(douts)[..., :, None] * _lengths(values)[..., None, :] / root * call.keep)
+    of_delta = dot * (delta + (_lengths(douts) * _lengths(outs))[..., None] / root)
+    of_ds = np.where(x.counts, of_p * (dp + delta) + p * of_dp, 0.0)
+    # and of the derivative by q k^T
+    factor = np.abs(call.scale) * np.nan_to_num(call.cap_slope)
+    of_slope = 8 + 2 * _score(call.q.shape[-1]) * z / (rules.get("softcap") or np.inf)
+    of_product = factor * of_ds + np.abs(call.scale) * ds * of_slope
+    shared = factor * p
+    weights = p * call.keep
+    of_weights = of_p * call.keep
+
+    # sums of squared errors, of what is rounded, and of sizes before anything cancels
+    whole_ds = p * (dp + delta)
+    whole_product = factor * whole_ds
+    signed_keys = np.nan_to_num(call.k, posinf=0, neginf=0)
+    by_key = (0, 1, 3, 2)
+    k_scale, v_scale = (1.0 if rules.get(name) is None else rules[name] for name in ("k_scale", "v_scale"))
+    many = x.p.shape[-2] * heads * max(batches, 1)  # at most as many terms meet in a key's gradient
+
+    def of(given, squares, rounded, size, terms, scaling=1.0):
+        scaling = np.abs(np.asarray(scaling, np.float64))
+        squares, rounded, size = (
+            sum_as(given, part, call.batch, layout, by)
+            for part, by in ((squares, scaling * scaling), (rounded, scaling), (size, scaling))
+        )
+        return u * (np.sqrt(squares) + _sums(terms) * rounded), size
+
+    dq_squares = of_product**2 @ keys**2 + (of_delta * np.abs(shared @ signed_keys)) ** 2
+    dk_squares = (of_product**2 + (shared * of_delta) ** 2).transpose(by_key) @ queries**2
+    dk_sums, dk_sizes = (part.transpose(by_key) @ queries for part in (d_product, whole_product))
+    dv_sums = weights.transpose(by_key) @ douts
+    found = [
+        of(q, dq_squares, d_product @ keys, whole_product @ keys, p.shape[-1]),
+        of(k, dk_squares, dk_sums, dk_sizes, many, k_scale),
+        of(v, (of_weights**2).transpose(by_key) @ douts**2, dv_sums, dv_sums, many, v_scale),
+    ]
+    bias, sinks = rules.get("bias"), rules.get("sinks")
+    if bias is None or np.asarray(bias).dtype == bool:
+        found.append((None, None))
+    else:
+        square, of_row, rounded, size = (
+            sum_to(part.reshape((*call.batch, *part.shape[1:])), np.shape(bias))
+            for part in (of_ds**2, p * of_delta, ds, whole_ds)
+        )
+        found.append((u * (np.sqrt(square) + of_row + _sums(p.size / max(np.size(bias), 1)) * rounded), size))
+    if sinks is None:
+        found.append((None, None))
+    else:
+        p_sink = np.exp(np.minimum(np.nan_to_num(call.sink - x.lse), 0))
+        squares = sum_heads((p_sink * ((row_lse + sink + 8) * delta + of_delta)) ** 2, np.shape(sinks))
+        size = sum_heads(p_sink * delta, np.shape(sinks))
+        found.append((u * (np.sqrt(squares) + _sums(p.shape[-2] * max(batches, 1)) * size), size))
+    limits, sizes = zip(*found, strict=True)
+    return GradientBands(Gradients(*limits), Gradients(*sizes))
+
+
+def _lengths(x):
+    return np.linalg.norm(x, axis=-1)
+
+
+def rounding(dtype, exact):
+    """|error| of rounding float64 numbers to `dtype`, at most."""
+    fmt = TABLE[np.dtype(dtype)]
+    return fmt.roundoff * np.abs(exact) + fmt.tiny

@@ -1,10 +1,12 @@
 """The numerical report behind `flash-numba check`: measured errors, each next to the band that `bands` allows.
 
-Two comparisons, for each dtype, sequence length and kind of logits:
+Comparisons, for each dtype, sequence length and kind of logits:
 
 * "online": `reference.online_attention` against `reference.one_shot_attention`, both in NumPy, every step in the dtype.
   What streaming itself costs.
 * "kernel": the compiled `flash_numba.attention` against the float64 oracle on the same inputs. What a user gets.
+* "dq", "dk" and "dv": the compiled `flash_numba.attention_grad` against the oracle's, from the same output and LSE,
+  which are the exact ones in their formats.
 """
 
 import itertools
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import bands, interface, reference
+from . import bands, gradient, interface, reference
 
 DTYPES = {dtype.name: dtype for dtype in bands.TABLE}
 SIZES = (16, 128, 1000)
@@ -25,11 +27,13 @@ LOGITS = {"normal": 1.0, "large": 20.0}
 """Factor of the queries: scores of standard deviation 1, and of 20, where nearly all the weight is on one key."""
 
 
-COMPARISONS = ("online", "kernel")
+GRADIENTS = ("dq", "dk", "dv")
+COMPARISONS = ("online", "kernel", *GRADIENTS)
 
 
 class Measurement(NamedTuple):
-    """A line of the report: absolute errors, and relative to sum(p |v|). A band is what the worst element may have."""
+    """A line of the report: absolute errors, and relative to the size of the terms that cancel to an element, which
+    is sum(p |v|) for an output. A band is what the worst element may have."""
 
     comparison: str
     dtype: str
@@ -64,24 +68,30 @@ def cases(dtypes: Iterable[str] = tuple(DTYPES), sizes: Iterable[int] = SIZES) -
 
 
 def measure(case: Case, seed: int = 0, head_dim: int = HEAD_DIM) -> list[Measurement]:
-    """Both comparisons, on q, k and v of (2, size, head_dim)."""
+    """Every comparison, on q, k and v of (2, size, head_dim)."""
     rng = np.random.default_rng([seed, case.size])
     q, k, v = rng.standard_normal((3, HEADS, case.size, head_dim))
-    q, k, v = (x.astype(DTYPES[case.dtype]) for x in (LOGITS[case.logits] * q, k, v))
+    dout = rng.standard_normal(v.shape)
+    q, k, v, dout = (x.astype(DTYPES[case.dtype]) for x in (LOGITS[case.logits] * q, k, v, dout))
     truth = bands.exact(q, k, v)
-    return [online_against_one_shot(q, k, v, truth, case.logits), kernel_against_oracle(q, k, v, truth, case.logits)]
+    return [
+        online_against_one_shot(q, k, v, truth, case.logits),
+        kernel_against_oracle(q, k, v, truth, case.logits),
+        *gradients_against_oracle(dout, q, k, v, truth, case.logits),
+    ]
 
 
 def online_against_one_shot(q, k, v, truth: bands.Exact, logits: str) -> Measurement:
     one_shot, _ = reference.one_shot_attention(q, k, v)
     online, _ = reference.online_attention(q, k, v, block=ceil(truth.keys / BLOCKS))
-    return measured(COMPARISONS[0], logits, truth, online, one_shot, bands.limit(q.dtype, truth, blocks=BLOCKS))
+    limit = bands.limit(q.dtype, truth, blocks=BLOCKS)
+    return measured(COMPARISONS[0], logits, truth.keys, truth.size, online, one_shot, limit)
 
 
 def kernel_against_oracle(q, k, v, truth: bands.Exact, logits: str) -> Measurement:
     out, lse = interface.attention(q, k, v, return_lse=True)
     oracle, oracle_lse = reference.attention(q, k, v, return_lse=True)
-    row = measured(COMPARISONS[1], logits, truth, out, oracle, bands.limit(q.dtype, truth))
+    row = measured(COMPARISONS[1], logits, truth.keys, truth.size, out, oracle, bands.limit(q.dtype, truth))
     lse_error = np.abs(lse - oracle_lse)
     lse_limit = bands.lse_limit(q.dtype, truth.score_max, keys=truth.keys, head_dim=truth.head_dim)
     worst = np.argmax(lse_error)
@@ -92,21 +102,34 @@ def kernel_against_oracle(q, k, v, truth: bands.Exact, logits: str) -> Measureme
     )
 
 
-def measured(comparison: str, logits: str, truth: bands.Exact, out, expected, limit) -> Measurement:
+def gradients_against_oracle(dout, q, k, v, truth: bands.Exact, logits: str) -> list[Measurement]:
+    wide = np.float64 if q.dtype == np.float64 else np.float32
+    operands = dout, q, k, v, truth.out.astype(q.dtype), truth.lse.astype(wide)
+    found = gradient.attention_grad(*operands)
+    exact = reference.attention_grad(*operands)
+    limits, sizes = bands.gradient_bands(q.dtype, *operands)
+    rows = zip(GRADIENTS, found[:3], exact[:3], limits[:3], sizes[:3], strict=True)
+    return [
+        measured(name, logits, truth.keys, size, dx, want, limit + bands.rounding(q.dtype, want))
+        for name, dx, want, limit, size in rows
+    ]
+
+
+def measured(comparison: str, logits: str, keys: int, size, out, expected, limit) -> Measurement:
     error = np.abs(out.astype(np.float64) - expected.astype(np.float64))
-    relative = error / truth.size
+    relative = error / size
     worst, relatively_worst = np.argmax(error), np.argmax(relative)
     return Measurement(
         comparison=comparison,
         dtype=out.dtype.name,
-        keys=truth.keys,
+        keys=keys,
         logits=logits,
         abs_max=float(error.flat[worst]),
         abs_band=float(limit.flat[worst]),
         rel_p50=float(np.percentile(relative, 50)),
         rel_p99=float(np.percentile(relative, 99)),
         rel_max=float(relative.flat[relatively_worst]),
-        rel_band=float((limit / truth.size).flat[relatively_worst]),
+        rel_band=float((limit / size).flat[relatively_worst]),
         lse_max=None,
         lse_band=None,
         share=float((error / limit).max()),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flash_numba
-from flash_numba import bands, check, dtypes, interface, ops, recurrence, reference, scores
+from flash_numba import bands, check, dtypes, gradient, interface, ops, recurrence, reference, scores
 
 DTYPES = list(bands.TABLE)
 FLOAT32, FLOAT64, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(ml_dtypes.bfloat16)
@@ -46,7 +46,7 @@ def test_measured_errors_are_as_small_as_expected():
     """Standard normal input, everything in the dtype: about 1e-13, 1e-5 or better, and 5e-3 to 1e-2 in bfloat16."""
     expected = {"float64": 1e-14, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.2e-2}
     for dtype, size in (("float64", 128), ("float32", 128), ("float16", 128), ("bfloat16", 128), ("bfloat16", 500)):
-        online, kernel = check.measure(check.Case(dtype, size, "normal"))
+        online, kernel, *_ = check.measure(check.Case(dtype, size, "normal"))
         assert 0 < online.abs_max <= expected[dtype]
         assert kernel.abs_max <= expected[dtype]
 
@@ -99,8 +99,9 @@ def test_any_block_size_lies_within_the_bands(size, dim, factor, dtype):
 
 def test_measurements_are_within_their_bands_and_of_their_size():
     for case in check.cases(sizes=[33]):
-        online, kernel = check.measure(case, seed=3, head_dim=16)
-        for row in (online, kernel):
+        online, kernel, *gradients = check.measure(case, seed=3, head_dim=16)
+        assert [row.comparison for row in gradients] == ["dq", "dk", "dv"]
+        for row in (online, kernel, *gradients):
             assert row.ok
             assert (row.dtype, row.keys, row.logits) == case
             assert row.rel_p50 <= row.rel_p99 <= row.rel_max <= row.rel_band
@@ -138,9 +139,23 @@ def test_a_kernel_with_a_mistake_breaks_its_band(monkeypatch, dtype, change):
     monkeypatch.setattr(interface, "attention", broken_kernel(lambda out, lse: None))
     assert check.measure(case)[1].ok
     monkeypatch.setattr(interface, "attention", broken_kernel(change))
-    online, kernel = check.measure(case)
-    assert online.ok
+    online, kernel, *gradients = check.measure(case)
     assert not kernel.ok
+    assert all(row.ok for row in (online, *gradients))
+
+
+@pytest.mark.parametrize("dtype", check.DTYPES)
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("value", [1.02, nan])
+def test_a_gradient_with_a_mistake_breaks_its_band(monkeypatch, dtype, which, value):
+    def broken(*operands):
+        gradients = flash_numba.attention_grad(*operands)
+        gradients[which][0, 3, np.argmax(np.abs(gradients[which][0, 3]))] *= value
+        return gradients
+
+    monkeypatch.setattr(gradient, "attention_grad", broken)
+    rows = check.measure(check.Case(dtype, 64, "normal"))
+    assert [row.comparison for row in rows if not row.ok] == [check.GRADIENTS[which]]
 
 
 # ---- the guards (docs/numerics.md)

@@ -64,3 +64,22 @@ def online(q, k, v, causal=False, block=BLOCK):
         m = m_new
     out /= l
     return out.reshape(*q.shape[:-1], v.shape[-1])
+
+
+def one_shot_grad(q, k, v, dout, causal=False):
+    """The gradient of `one_shot`, its weights computed anew: (dq, dk, dv)."""
+    rows = grouped(q, k)
+    weights = np.matmul(rows, k.swapaxes(-1, -2))
+    if causal:
+        hide(weights, unseen(q, k))
+    weights -= weights.max(axis=-1, keepdims=True)
+    np.exp(weights, out=weights)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    dout = dout.reshape(*rows.shape[:-1], v.shape[-1])
+    dv = np.matmul(weights.swapaxes(-1, -2), dout)
+    scores = np.matmul(dout, v.swapaxes(-1, -2))
+    scores -= np.vecdot(weights, scores)[..., None]
+    scores *= weights
+    dq = np.matmul(scores, k)
+    dq *= q.dtype.type(1 / math.sqrt(q.shape[-1]))
+    return dq.reshape(q.shape), np.matmul(scores.swapaxes(-1, -2), rows), dv

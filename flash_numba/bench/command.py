@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from . import ceilings, tables
 from .driver import Problem, Progress, Report, Rounds, measure_all
 from .peers import PEERS
-from .shapes import SETS
+from .shapes import GRADIENT_SETS, SETS
 
 
 class Effort(NamedTuple):
@@ -43,7 +43,7 @@ def chosen_problems(shapes: str, dtypes: Iterable[str], causal: bool | None) -> 
     return [
         (shape, dtype)
         for dtype in dtypes
-        for shape in SETS[shapes]
+        for shape in (*SETS.get(shapes, ()), *GRADIENT_SETS.get(shapes, ()))
         if causal is None or shape.decoding or shape.causal == causal
     ]
 

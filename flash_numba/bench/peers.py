@@ -8,7 +8,7 @@ doesn't take. Libraries are imported by name at run time: none is a dependency.
 import contextlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +24,20 @@ class Refused(Exception):
 
 
 class Call(NamedTuple):
-    """A call without arguments, and how its result becomes (B, H, S_q, D) in NumPy."""
+    """A call without arguments, and how its result becomes (B, H, S_q, D) in NumPy, or gradients `in_one`."""
 
     run: Callable[[], Any]
     as_array: Callable[[Any], np.ndarray] = np.asarray
+
+
+def in_one(gradients: Iterable[np.ndarray]) -> np.ndarray:
+    """dq, dk and dv one after the other, without axes."""
+    return np.concatenate([np.asarray(dx, np.float64).ravel() for dx in gradients])
+
+
+def refuse_gradient(shape: Shape) -> None:
+    if shape.gradient:
+        raise Refused("it has no gradient")
 
 
 Prepare = Callable[[Shape, str], Call]
@@ -62,12 +72,20 @@ def score_bytes(shape: Shape) -> int:
 def flash_numba(threads: int) -> Library:
     import numba
 
-    from .. import __version__, attention
+    from .. import __version__, attention, attention_grad
 
     numba.set_num_threads(threads)
 
     def prepare(shape: Shape, dtype: str) -> Call:
         q, k, v = shape.inputs(DTYPES[dtype])
+        if shape.gradient:
+            dout = shape.dout(DTYPES[dtype])
+
+            def forward_and_backward() -> Any:
+                out, lse = attention(q, k, v, causal=shape.causal, return_lse=True, backend="cpu")
+                return attention_grad(dout, q, k, v, out, lse, causal=shape.causal, backend="cpu")[:3]
+
+            return Call(forward_and_backward, in_one)
         return Call(lambda: attention(q, k, v, causal=shape.causal, backend="cpu"))
 
     return __version__, prepare
@@ -81,6 +99,16 @@ def numpy(threads: int) -> Library:
             raise Refused(f"NumPy has no matrix product in {dtype}")
         check_memory(score_bytes(shape) * DTYPES[dtype].itemsize // 4)
         q, k, v = shape.inputs(DTYPES[dtype])
+        if shape.gradient:
+            dout = shape.dout(DTYPES[dtype])
+            check_memory(2 * score_bytes(shape) * DTYPES[dtype].itemsize // 4)
+            return Call(
+                lambda: (
+                    baselines.one_shot(q, k, v, shape.causal),
+                    baselines.one_shot_grad(q, k, v, dout, shape.causal),
+                ),
+                lambda results: in_one(results[1]),
+            )
         return Call(lambda: baselines.one_shot(q, k, v, shape.causal))
 
     return f"{np.__version__}{blas()}", prepare
@@ -106,10 +134,21 @@ def torch(threads: int) -> Library:
         of = getattr(torch, dtype)
         # Drawn by torch's own memory, as a program in torch would have it, and rounded by torch.
         q, k, v = (torch.from_numpy(x).to(of, copy=True) for x in shape.inputs(drawn_as(dtype)))
-        return Call(
-            lambda: attend(q, k, v, is_causal=shape.causal, enable_gqa=shape.H_kv < shape.H),
-            lambda out: out.double().numpy(),
-        )
+
+        def forward() -> Any:
+            return attend(q, k, v, is_causal=shape.causal, enable_gqa=shape.H_kv < shape.H)
+
+        if not shape.gradient:
+            return Call(forward, lambda out: out.double().numpy())
+        dout = torch.from_numpy(shape.dout(drawn_as(dtype))).to(of, copy=True)
+        for leaf in (q, k, v):
+            leaf.requires_grad_()
+
+        def forward_and_backward() -> Any:
+            with torch.enable_grad():
+                return torch.autograd.grad(forward(), (q, k, v), dout)
+
+        return Call(forward_and_backward, lambda gradients: in_one(dx.double().numpy() for dx in gradients))
 
     return torch.__version__, prepare
 
@@ -128,8 +167,19 @@ def jax(threads: int) -> Library:
     def prepare(shape: Shape, dtype: str) -> Call:
         check_memory(3 * score_bytes(shape))  # it holds the scores, the weights, and one of them by key
         q, k, v = (jax.numpy.asarray(x.swapaxes(1, 2), dtype) for x in shape.inputs(drawn_as(dtype)))
-        attend = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=shape.causal))
-        compiled = attend.lower(q, k, v).compile()
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=shape.causal)
+
+        if shape.gradient:
+            dout = jax.numpy.asarray(shape.dout(drawn_as(dtype)).swapaxes(1, 2), dtype)
+            with_gradient = jax.jit(lambda q, k, v, dout: (attend(q, k, v), jax.vjp(attend, q, k, v)[1](dout)))
+            both = with_gradient.lower(q, k, v, dout).compile()
+            return Call(
+                lambda: jax.block_until_ready(both(q, k, v, dout)),
+                lambda results: in_one(np.asarray(dx, np.float64).swapaxes(1, 2) for dx in results[1]),
+            )
+        compiled = jax.jit(attend).lower(q, k, v).compile()
         return Call(
             lambda: compiled(q, k, v).block_until_ready(), lambda out: np.asarray(out, np.float64).swapaxes(1, 2)
         )
@@ -149,6 +199,7 @@ def openvino(threads: int) -> Library:
             raise Refused(f"it computes in {', '.join(elements)}")
         if shape.H_kv < shape.H:
             raise Refused("its operation has no grouped heads")
+        refuse_gradient(shape)
         check_memory(score_bytes(shape))
         inputs = shape.inputs(DTYPES[dtype])
         element = getattr(openvino.Type, elements[dtype])
@@ -187,6 +238,7 @@ def onnxruntime(threads: int) -> Library:
     def prepare(shape: Shape, dtype: str) -> Call:
         if dtype not in elements:
             raise Refused(f"its attention on a CPU takes {', '.join(elements)}")
+        refuse_gradient(shape)
         element = elements[dtype]
         q, k, v = shape.inputs(DTYPES[dtype])
         if shape.decoding:

@@ -14,7 +14,7 @@ DTYPES = {
 
 
 class Shape(NamedTuple):
-    """One attention problem: q (B, H, S_q, D), k and v (B, H_kv, S_kv, D)."""
+    """One attention problem: q (B, H, S_q, D), k and v (B, H_kv, S_kv, D). With `gradient`, forward and backward."""
 
     name: str
     B: int
@@ -24,6 +24,7 @@ class Shape(NamedTuple):
     S_kv: int
     D: int
     causal: bool
+    gradient: bool = False
 
     @property
     def decoding(self) -> bool:
@@ -35,13 +36,14 @@ class Shape(NamedTuple):
         """Floating-point operations of the two matrix products, as papers count them: 4 B H S_q S_kv D.
 
         Causal counts the share of the score matrix below the diagonal through its lower right corner: half of a square.
-        Softmax isn't counted.
+        The gradient's five products are 2.5 times as much again. Softmax isn't counted.
         """
         area = 2 * self.S_q * self.S_kv
         if self.causal:
             seen = min(self.S_q, self.S_kv)
             area = seen * (2 * self.S_kv - seen)
-        return 2 * self.B * self.H * area * self.D
+        forward = 2 * self.B * self.H * area * self.D
+        return forward * 7 // 2 if self.gradient else forward
 
     def kv_bytes(self, dtype: Any) -> int:
         """Bytes of K and V together: what decoding one token reads at least."""
@@ -50,6 +52,12 @@ class Shape(NamedTuple):
     def output_bytes(self, dtype: Any) -> int:
         """Bytes of the output, and of q."""
         return self.B * self.H * self.S_q * self.D * np.dtype(dtype).itemsize
+
+    def result_bytes(self, dtype: Any) -> int:
+        """Bytes of all that a call results in: the output, and with a gradient the LSE and those of q, k and v."""
+        lse = 4 * self.B * self.H * self.S_q
+        out = self.output_bytes(dtype)
+        return 2 * out + lse + self.kv_bytes(dtype) if self.gradient else out
 
     def bytes(self, dtype: Any) -> int:
         """Bytes of q, k, v and the output."""
@@ -65,6 +73,10 @@ class Shape(NamedTuple):
             rng.standard_normal(shape, drawn_as).astype(dtype, copy=False) for shape in (q_shape, kv_shape, kv_shape)
         )
         return q, k, v
+
+    def dout(self, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
+        """Likewise a loss's derivative by the output."""
+        return self._replace(H_kv=self.H, S_kv=0).inputs(dtype, seed)[0]
 
     def small(self) -> "Shape":
         """The same kind of problem on few tokens: what a library compiles or allocates once it does for this one."""
@@ -117,3 +129,23 @@ SHORT: tuple[Shape, ...] = (
 LENGTHS: tuple[Shape, ...] = tuple(shape for i in range(7, 15) for shape in square(1, 8, 2**i, 64))
 
 SETS = {"short": SHORT, "full": FULL, "main": MAIN, "decode": DECODE, "tiny": TINY, "lengths": LENGTHS}
+
+# Forward and backward: what a step of training takes.
+
+
+def with_gradient(*shapes: Shape) -> tuple[Shape, ...]:
+    return tuple(shape._replace(name=shape.name + "-grad", gradient=True) for shape in shapes)
+
+
+GRADIENT = with_gradient(
+    *square(1, 8, 2048, 64), *square(1, 8, 2048, 128), *square(4, 16, 512, 64), *square(1, 1, 8192, 64)
+)
+GRADIENT_MEMORY = with_gradient(MEMORY)[0]
+
+# Sets that the command measures on top of those above.
+GRADIENT_SETS = {
+    "short": with_gradient(*square(1, 8, 1024, 64)),
+    "main": GRADIENT,
+    "full": GRADIENT,
+    "gradient": GRADIENT,
+}

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from . import baselines
-from .peers import LIBRARIES, Call, Prepare, Refused
+from .peers import LIBRARIES, Call, Prepare, Refused, in_one
 from .shapes import DTYPES, Shape
 
 # What a timed turn takes at least, so that neither the clock's step nor the way there and back counts.
@@ -53,7 +53,7 @@ class Turns:
         try:
             error = check(self._prepare, shape.small(), dtype)
             call = self._prepare(shape, dtype)
-            peak = peak_memory(call.run, shape.output_bytes(DTYPES[dtype]))
+            peak = peak_memory(call.run, shape.result_bytes(DTYPES[dtype]))
         except Refused as why:
             return {"refused": str(why)}
         except Exception as error:  # whatever a library raises for what it doesn't take
@@ -110,9 +110,13 @@ def check(prepare: Prepare, shape: Shape, dtype: str) -> float:
 
 
 def difference(call: Call, shape: Shape, dtype: str) -> np.ndarray:
-    """A call's output less the exact one."""
+    """A call's output, or gradients, less the exact ones."""
     q, k, v = (x.astype(np.float64) for x in shape.inputs(DTYPES[dtype]))
-    exact = baselines.one_shot(q, k, v, shape.causal)
+    if shape.gradient:
+        dout = shape.dout(DTYPES[dtype]).astype(np.float64)
+        exact = in_one(baselines.one_shot_grad(q, k, v, dout, shape.causal))
+    else:
+        exact = baselines.one_shot(q, k, v, shape.causal)
     return call.as_array(call.run()).astype(np.float64) - exact
 
 

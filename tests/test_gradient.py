@@ -1,0 +1,620 @@
+"""Gradients: the oracle against central differences, and every backend against the oracle on `cases.py`'s problems.
+
+A backend's gradients are compared with the oracle's from the same out and lse, so only its own errors count; the bands'
+limits are `bands.gradient_bands`.
+"""
+
+import functools
+import itertools
+import math
+import zlib
+from dataclasses import replace
+
+import numba
+import numpy as np
+import pytest
+from cases import (
+    BFLOAT16,
+    CASES,
+    DTYPES,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    MEMORY_CASES,
+    RULE_CASES,
+    RULES,
+    Case,
+    mask_like,
+    put,
+    rule_case,
+    self_attention,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_conformance import heads_first, normal, same_bits
+
+import flash_numba
+from flash_numba import Gradients, attention, attention_varlen, bands, reference
+from flash_numba.cpu import launch
+
+INF, NAN = math.inf, math.nan
+NAMES = Gradients._fields
+ARGUMENTS = ("q", "k", "v", "bias", "sinks")
+
+# Rows of numbers so low that an LSE in the accumulation format has no digits left for the scores: see
+# `test_rows_of_the_lowest_number_stay_finite`.
+SATURATED = [case for case in RULE_CASES if "finfo-min" in case.name]
+GRADIENT_CASES = [
+    case for case in (*CASES, *RULE_CASES) if "benchmark" not in case.about and case not in SATURATED
+]  # fmt: skip
+
+
+def pytest_generate_tests(metafunc):
+    """Each backend's tests get the cases that it can afford."""
+    if metafunc.cls is None or not issubclass(metafunc.cls, GradientConformance):
+        return
+    cases = {"case": GRADIENT_CASES, "memory_case": MEMORY_CASES, "saturated_case": SATURATED}
+    for argument in cases.keys() & set(metafunc.fixturenames):
+        affordable = [case for case in cases[argument] if case.cost <= metafunc.cls.max_cost]
+        metafunc.parametrize(argument, affordable, ids=[case.name for case in affordable])
+
+
+# ---- what is right, and how far from it a result may be
+
+
+def expect(dtype, operands, dlse, options):
+    """The oracle's gradients, and the allowed |error| of each element."""
+    exact = reference.attention_grad(*operands, dlse=dlse, **options)
+    return exact, bands.gradient_bands(dtype, *operands, dlse=dlse, **options).limits
+
+
+def assert_gradients(got, exact, limits, dtypes):
+    for name, x, want, limit, dtype in zip(NAMES, got, exact, limits, dtypes, strict=True):
+        if want is None:
+            assert x is None, name
+            continue
+        assert isinstance(x, np.ndarray)
+        assert x.dtype == dtype, f"{name} is {x.dtype}, not {dtype}"
+        assert x.shape == want.shape, f"{name} has shape {x.shape}, not {want.shape}"
+        x = x.astype(np.float64)
+        with np.errstate(over="ignore"):
+            in_range = np.isfinite(want) & np.isfinite(want.astype(dtype).astype(np.float64))
+        with np.errstate(invalid="ignore"):
+            allowed = limit + bands.rounding(dtype, np.nan_to_num(want, posinf=0, neginf=0))
+            wrong = in_range & ~(np.abs(x - want) <= allowed)
+        # NaN or infinity is the order of sums' affair, but it stays where it belongs
+        assert not np.isfinite(x[~np.isfinite(want)]).any(), f"{name}: a finite number where NaN or infinity is right"
+        if wrong.any():
+            worst = np.argmax(np.where(wrong, np.nan_to_num(np.abs(x - want) - allowed, nan=INF), -1))
+            place = tuple(int(n) for n in np.unravel_index(worst, x.shape))
+            pytest.fail(
+                f"{name}{list(place)} is {x[place]!r}, should be {want[place]!r}, allowed {allowed[place]:.3g}; "
+                f"{np.mean(wrong):.1%} of the elements are off by more than allowed"
+            )
+
+
+def dtypes_of(q, k, v, options):
+    """What dtype each gradient has."""
+    eight_bit = [x.dtype.itemsize == 1 for x in (k, v)]
+    native = q.dtype.newbyteorder("=")
+    key_dtypes = (native if small else x.dtype.newbyteorder("=") for small, x in zip(eight_bit, (k, v), strict=True))
+    bias, sinks = options.get("bias"), options.get("sinks")
+    return (
+        native,
+        *key_dtypes,
+        None if bias is None else np.asarray(bias).dtype,
+        None if sinks is None else np.asarray(sinks).dtype,
+    )
+
+
+def derivatives(case, out, lse):
+    """dout, and for half of the cases dlse; the same in every process."""
+    number = zlib.crc32(case.name.encode())
+    rng = np.random.default_rng([number, 1])
+    dout = rng.standard_normal(out.shape).astype(case.dtype)
+    return dout, rng.standard_normal(lse.shape).astype(lse.dtype) if number % 2 else None
+
+
+# ---- the oracle, by central differences
+
+
+def float64_arguments(case):
+    """The arguments of a case that have a gradient, float64, and the rest of the options."""
+    q, k, v, options = case.arguments()
+    learnt = dict(zip("qkv", (q, k, v), strict=True)) | {name: options.pop(name, None) for name in ("bias", "sinks")}
+    learnt = {name: np.asarray(x).astype(np.float64) for name, x in learnt.items() if x is not None}
+    return learnt, options
+
+
+@functools.cache
+def slopes(case):
+    """Of sum(out * dout) + sum(lse * dlse), along a random direction of each argument: `(directions, slopes)`.
+
+    Fourth-order central differences of the oracle's forward, whose error is about 1e-11 here.
+    """
+    learnt, options = float64_arguments(case)
+    out, lse = reference.attention(**learnt, **options, return_lse=True)
+    rng = np.random.default_rng(7)
+    dout, dlse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+
+    def loss(**changed):
+        out, lse = reference.attention(**(learnt | changed), **options, return_lse=True)
+        return (out * dout).sum() + (np.where(lse == -INF, 0.0, lse) * dlse).sum()
+
+    directions, found, step = {}, {}, 1e-3
+    for name, x in learnt.items():
+        direction = np.where(np.isfinite(x), rng.standard_normal(x.shape), 0.0)
+        by_step = [loss(**{name: np.where(np.isfinite(x), x + n * step * direction, x)}) for n in (-2, -1, 1, 2)]
+        directions[name] = direction
+        found[name] = np.dot(by_step, (1, -8, 8, -1)) / (12 * step)
+    return directions, found, dout, dlse
+
+
+PAIRS = [
+    # without the 8-bit formats of "float8", only its scales
+    replace(rule_case("+".join(rules), *rules, rows=13, keys=17, dim=6, dtype=FLOAT64), kv_dtype=None)
+    for count in (1, 2)
+    for rules in itertools.combinations(RULES, count)
+]
+PAIRS += [
+    self_attention("plain", rows=13, keys=17, dim=6, value_dim=5, dtype=FLOAT64),
+    self_attention("no-keys", rows=3, keys=0, dim=6, dtype=FLOAT64),
+    Case("shared", (2, 3, 4, 7, 5), (3, 2, 9, 5), (2, 1, 1, 9, 3), dtype=FLOAT64),
+    Case("shared-bshd", (2, 3, 4, 7, 5), (3, 2, 9, 5), (9, 3), dtype=FLOAT64, layout="bshd"),
+    Case("one-head", (7, 5), (9, 5), (9, 3), dtype=FLOAT64),
+]
+
+
+# ---- NaN and infinities: what a row doesn't see
+
+
+def sparse_mask(rows, keys):
+    """Row 5 sees keys 0 to 9 and 47; the others all but that one."""
+    mask = np.ones((rows, keys), bool)
+    mask[:, 47] = False
+    mask[5] = np.arange(keys) < 10
+    mask[5, 47] = True
+    return mask
+
+
+POISON = {
+    "v": put(2, NAN, 47, 3),
+    "k": put(1, NAN, 47, 3),
+    "k-inf": put(1, INF, 47),
+    "q": put(0, NAN, 5, 3),
+    "dout": put(3, NAN, 5, 3),
+    "dout-inf": put(3, INF, 5, 3),
+}
+
+
+# ---- bad input: what changes in a good call, the error, and what its message must hold
+
+Q, KV = (2, 4, 5, 8), (2, 2, 7, 8)
+BAD_INPUT = {
+    "dout of another shape": ({"dout": normal(2, 4, 5, 7)}, ValueError, ("dout", "(2, 4, 5, 7)", str(Q))),
+    "dout of integers": ({"dout": np.ones(Q, int)}, TypeError, ("dout", "int64", "float32")),
+    "dout None": ({"dout": None}, TypeError, ("dout", "float32")),
+    "out of another shape": ({"out": normal(4, 5, 8)}, ValueError, ("out", "(4, 5, 8)", str(Q))),
+    "out complex": ({"out": np.ones(Q, complex)}, TypeError, ("out", "complex128", "float32")),
+    "lse of another shape": ({"lse": normal(2, 5, 4)}, ValueError, ("lse", "(2, 5, 4)", "(2, 4, 5)")),
+    "lse in 16 bits": ({"lse": normal(2, 4, 5, dtype=FLOAT16)}, TypeError, ("lse", "float16", "float32")),
+    "lse missing": ({"lse": None}, TypeError, ("lse", "float32")),
+    "dlse of another shape": ({"dlse": normal(2, 4)}, ValueError, ("dlse", "(2, 4)", "(2, 4, 5)")),
+    "dlse of integers": ({"dlse": np.ones((2, 4, 5), int)}, TypeError, ("dlse", "int64", "float32")),
+    "need a word": ({"need": "q"}, TypeError, ("need", "'q'", "'sinks'")),
+    "need unknown": ({"need": ("q", "mask")}, ValueError, ("need", "mask", "'bias'")),
+    "need a number": ({"need": 3}, TypeError, ("need", "got 3", "'bias'")),
+    "seed a generator": (
+        {"dropout": 0.1, "seed": np.random.default_rng(0)},
+        TypeError,
+        ("seed", "integer", "Generator"),
+    ),
+    "seed missing": ({"dropout": 0.1}, ValueError, ("seed", "dropout")),
+    "k of another D": ({"k": normal(2, 2, 7, 9)}, ValueError, ("k", "(2, 2, 7, 9)")),
+    "mixed dtypes": ({"k": normal(*KV, dtype=FLOAT64)}, TypeError, ("k", "float64", "float32")),
+    "k_offset negative": ({"k_offset": -1}, ValueError, ("k_offset", "-1")),
+    "backend": ({"backend": "cuda"}, ValueError, ("backend", "'cuda'", "'cpu'")),
+    "layout": ({"layout": "sbhd"}, ValueError, ("layout", "'sbhd'", "'bshd'")),
+    "progress": ({"progress": 1}, TypeError, ("progress", "callable")),
+}
+
+
+class GradientConformance:
+    """The tests that every backend passes."""
+
+    backend: str
+    max_cost = math.inf
+
+    def grad(self, *args, **options):
+        return flash_numba.attention_grad(*args, **options, backend=self.backend)
+
+    def forward(self, q, k, v, **options):
+        return attention(q, k, v, **options, return_lse=True, backend=self.backend)
+
+    def check(self, case):
+        q, k, v, options = case.arguments()
+        out, lse = self.forward(q, k, v, **options)
+        dout, dlse = derivatives(case, out, lse)
+        if case.view is not None:
+            dout, out = case.view(dout), case.view(out)
+        operands = dout, q, k, v, out, lse
+        got = self.grad(*operands, dlse=dlse, **options)
+        exact, limits = expect(case.dtype, operands, dlse, options)
+        assert_gradients(got, exact, limits, dtypes_of(q, k, v, options))
+        empty = heads_first(np.broadcast_to(got.dq, q.shape), case.layout)[lse == -INF]
+        assert (empty == 0).all()
+
+    def test_case(self, case):
+        self.check(case)
+
+    @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+    def test_central_differences(self, pair):
+        learnt, options = float64_arguments(pair)
+        directions, found, dout, dlse = slopes(pair)
+        q, k, v = (learnt.pop(name) for name in "qkv")
+        options |= learnt
+        out, lse = self.forward(q, k, v, **options)
+        gradients = dict(zip(ARGUMENTS, self.grad(dout, q, k, v, out, lse, dlse=dlse, **options), strict=True))
+        for name, direction in directions.items():
+            terms = gradients[name] * direction
+            size = math.sqrt((terms * terms).sum())  # what a random direction's slope comes to
+            np.testing.assert_allclose(terms.sum(), found[name], rtol=1e-7, atol=1e-7 * size + 1e-11, err_msg=name)
+
+    @pytest.mark.parametrize("poison", POISON)
+    @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64, BFLOAT16], ids=str)
+    def test_what_a_row_does_not_see_does_not_reach_its_gradient(self, poison, dtype):
+        """Only row 5 sees what isn't finite, and only keys 0 to 9 and 47 are seen by it."""
+        q, k, v, dout = (normal(1, 1, n, 16, dtype=dtype, seed=n) for n in (70, 90, 91, 71))
+        q, v, dout = q[:, :, :70], v[:, :, :90], dout[:, :, :70]
+        options = {"mask": sparse_mask(70, 90), "bias": normal(70, 90, dtype=dtype)}
+        clean = self.grad(dout, q, k, v, *self.forward(q, k, v, **options), **options)
+        POISON[poison](q, k, v, dout)
+        got = self.grad(dout, q, k, v, *self.forward(q, k, v, **options), **options)
+        rows, keys = np.arange(70) != 5, ~options["mask"][5]
+        assert np.isnan(got.dq[0, 0, 5].astype(np.float32)).any()
+        for x, want, others in ((got.dq, clean.dq, rows), (got.dk, clean.dk, keys), (got.dv, clean.dv, keys)):
+            assert same_bits(x[:, :, others], want[:, :, others])
+        assert same_bits(got.dbias[rows], clean.dbias[rows])
+        assert (got.dbias[5, keys] == 0).all()
+
+    @pytest.mark.parametrize("causal", [True, "top-left"])
+    def test_nan_behind_the_causal_mask(self, causal):
+        q, k, v, dout = (normal(1, 2, 150, 16, seed=n) for n in range(4))
+        clean = self.grad(dout, q, k, v, *self.forward(q, k, v, causal=causal), causal=causal)
+        v[:, :, 147, 3] = k[:, :, 148, 0] = NAN
+        got = self.grad(dout, q, k, v, *self.forward(q, k, v, causal=causal), causal=causal)
+        assert same_bits(got.dq[:, :, :147], clean.dq[:, :, :147])
+        assert np.isnan(got.dq[:, :, 147:]).all()
+        dout[:, :, 10] = NAN
+        v[:, :, 147, 3] = k[:, :, 148, 0] = 0
+        late = self.grad(dout, q, k, v, *self.forward(q, k, v, causal=causal), causal=causal)
+        assert np.isnan(late.dk[:, :, :11]).all()
+        assert np.isfinite(late.dk[:, :, 11:]).all()
+        assert np.isfinite(late.dv[:, :, 11:]).all()
+
+    @pytest.mark.parametrize("options", [{"mask": np.zeros((9, 20), bool)}, {"kv_lengths": 0}, {"q_lengths": 0}])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_rows_without_a_key_have_no_gradient(self, dtype, options):
+        q, k, v, dout = (np.full((1, 2, n, 8), NAN, dtype) for n in (9, 20, 20, 9))
+        bias = np.zeros((9, 20))
+        out, lse = self.forward(q, k, v, bias=bias, **options)
+        for dx in self.grad(dout, q, k, v, out, lse, bias=bias, **options)[:4]:
+            assert (dx == 0).all()
+
+    @pytest.mark.parametrize("options", [{"mask": np.zeros((9, 20), bool)}, {"kv_lengths": 0}, {"q_lengths": 0}])
+    def test_a_row_of_a_sink_alone(self, options):
+        """Its LSE is the sink, and that derivative is all there is."""
+        q, k, v, dout, dlse = normal(1, 2, 9, 8), *(normal(1, 2, 20, 8),) * 2, normal(1, 2, 9, 8), normal(1, 2, 9)
+        sinks = np.array([0.5, -3.0], np.float32)
+        out, lse = self.forward(q, k, v, sinks=sinks, **options)
+        gradients = self.grad(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **options)
+        np.testing.assert_allclose(gradients.dsinks, dlse.sum(axis=(0, 2)), rtol=1e-5, atol=1e-6)
+        for dx in gradients[:3]:
+            assert not dx.any()
+
+    def test_rows_of_the_lowest_number_stay_finite(self, saturated_case):
+        """The LSE can't tell how many keys share such a row, so its own gradient has lost its size. Rows that a loss
+        doesn't count, as padding's, do no harm."""
+        case = saturated_case
+        q, k, v, options = case.arguments()
+        out, lse = self.forward(q, k, v, **options)
+        dout, _ = derivatives(case, out, lse)
+        assert all(np.isfinite(dx.astype(np.float64)).all() for dx in self.grad(dout, q, k, v, out, lse, **options)[:3])
+        dout[np.abs(lse) > 1e3] = 0
+        got = self.grad(dout, q, k, v, out, lse, **options)
+        exact, limits = expect(case.dtype, (dout, q, k, v, out, lse), None, options)
+        for dx, want, limit in list(zip(got, exact, limits, strict=True))[:3]:
+            error = np.abs(dx.astype(np.float64) - want)
+            assert (error <= limit + bands.rounding(case.dtype, want)).all()
+
+    # ---- parts
+
+    @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
+    def test_gradients_of_chunks_of_keys_add_up(self, dtype):
+        q, k, v, dout = (normal(2, 4, 90, 16, dtype=dtype, seed=n) for n in range(4))
+        k, v = k[:, :2], v[:, :2]
+        rules = {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4]), "dropout": 0.2, "seed": 3, "causal": True}
+        out, lse = self.forward(q, k, v, **rules)
+        whole = self.grad(dout, q, k, v, out, lse, **rules)
+        dq, dk, dv = np.zeros_like(q), [], []
+        for start, stop in itertools.pairwise((0, 31, 64, 90)):
+            keys = slice(start, stop)
+            part = self.grad(
+                dout, q, k[:, :, keys], v[:, :, keys], out, lse, q_offset=0, k_offset=start, **rules
+            )  # fmt: skip
+            dq += part.dq
+            dk.append(part.dk)
+            dv.append(part.dv)
+        tolerance = 1e-12 if dtype == FLOAT64 else 1e-5
+        for x, want in ((dq, whole.dq), (np.concatenate(dk, 2), whole.dk), (np.concatenate(dv, 2), whole.dv)):
+            np.testing.assert_allclose(x, want, rtol=tolerance, atol=tolerance)
+
+    def test_only_what_is_needed(self):
+        q, k, v, dout = normal(*Q), normal(*KV), normal(*KV, seed=1), normal(*Q, seed=2)
+        rules = {"bias": normal(5, 7), "sinks": normal(4), "causal": True}
+        out, lse = self.forward(q, k, v, **rules)
+        everything = self.grad(dout, q, k, v, out, lse, **rules)
+        for count in range(6):
+            for need in itertools.combinations(ARGUMENTS, count):
+                for name, dx, want in zip(
+                    ARGUMENTS, self.grad(dout, q, k, v, out, lse, need=need, **rules), everything, strict=True
+                ):
+                    assert (dx is None) == (name not in need)
+                    assert dx is None or same_bits(dx, want)
+        plain = self.grad(dout, q, k, v, out, lse)
+        assert plain.dbias is None
+        assert plain.dsinks is None
+        assert self.grad(dout, q, k, v, out, lse, bias=np.ones((5, 7), bool)).dbias is None
+        assert self.grad(dout, q, k, v, out, lse, mask=np.ones((5, 7), np.float32)).dbias is None
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_operands_of_other_formats(self, dtype):
+        """dout and out in whatever format they came, lse and dlse in either of theirs, a bias in its own."""
+        q, k, v = normal(*Q, dtype=dtype), normal(*KV, dtype=dtype), normal(*KV, dtype=dtype, seed=1)
+        bias, sinks = normal(1, 7, dtype=FLOAT16), normal(2, 4, dtype=FLOAT64)
+        out, lse = self.forward(q, k, v, bias=bias, sinks=sinks)
+        dout, dlse = normal(*Q, dtype=FLOAT16, seed=5), normal(2, 4, 5, dtype=FLOAT16, seed=6).astype(np.float64)
+        want = self.grad(dout.astype(np.float32), q, k, v, out, lse, dlse=dlse, bias=bias, sinks=sinks)
+        got = self.grad(
+            dout.astype(">f4"), q, k, v, out.astype(np.float64), np.asfortranarray(lse.astype(np.float64)),
+            dlse=dlse.astype(np.float32), bias=bias, sinks=sinks,
+        )  # fmt: skip
+        assert [dx.dtype for dx in got] == [dtype, dtype, dtype, FLOAT16, FLOAT64]
+        for dx, other in zip(got, want, strict=True):
+            assert same_bits(dx, other)
+
+    def test_inputs_are_left_as_they_were(self):
+        q, k, v, dout, bias = normal(*Q), normal(*KV), normal(*KV, seed=1), normal(*Q, seed=2), normal(5, 7)
+        out, lse = self.forward(q, k, v, bias=bias)
+        before = [x.copy() for x in (dout, q, k, v, out, lse, bias)]
+        self.grad(dout, q, k, v, out, lse, bias=bias)
+        assert all(same_bits(x, y) for x, y in zip((dout, q, k, v, out, lse, bias), before, strict=True))
+
+    @pytest.mark.parametrize("name", BAD_INPUT)
+    def test_bad_input_is_named_and_quoted(self, name):
+        changed, error, words = BAD_INPUT[name]
+        call = {
+            "dout": normal(*Q), "q": normal(*Q), "k": normal(*KV), "v": normal(*KV), "out": normal(*Q),
+            "lse": normal(2, 4, 5), "backend": self.backend,
+        } | changed  # fmt: skip
+        with pytest.raises(error) as raised:
+            flash_numba.attention_grad(**call)
+        message = str(raised.value)
+        missing = [word for word in words if word not in message]
+        assert not missing, f"{message!r} doesn't hold {missing}"
+        assert "\n" not in message
+
+    # ---- packed sequences
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        "rules",
+        [
+            {},
+            {"causal": True},
+            {"window": (9, 2), "softcap": 2.0, "dropout": 0.3, "seed": 11},
+            {"causal": "top-left", "sinks": normal(4), "alibi_slopes": np.linspace(0.1, 0.4, 4)},
+            {"sinks": normal(6, 4), "k_scale": np.linspace(0.5, 1, 12).reshape(6, 2), "v_scale": 0.7},
+        ],
+        ids=lambda rules: "+".join(rules) or "plain",
+    )
+    def test_packed_sequences(self, dtype, rules):
+        lengths = [(17, 7), (0, 5), (1, 40), (5, 0), (70, 130), (33, 33)]
+        cu_q, cu_k = (np.cumsum([0, *each]) for each in zip(*lengths, strict=True))
+        q, dout = (normal(cu_q[-1] + 3, 4, 16, dtype=dtype, seed=n) for n in (0, 1))
+        k, v = (normal(cu_k[-1] + 2, 2, 16, dtype=dtype, seed=n) for n in (2, 3))
+        out, lse = attention_varlen(q, k, v, cu_q, cu_k, **rules, return_lse=True, backend=self.backend)
+        dlse = normal(*lse.shape, seed=4).astype(lse.dtype)
+        got = flash_numba.attention_varlen_grad(
+            dout, q, k, v, out, lse, cu_q, cu_k, dlse=dlse, **rules, backend=self.backend
+        )  # fmt: skip
+        exact = reference.attention_varlen_grad(dout, q, k, v, out, lse, cu_q, cu_k, dlse=dlse, **rules)
+        limits = [np.zeros(np.shape(x)) for x in exact]
+        per_sequence = ("k_scale", "sinks") if "k_scale" in rules else ()
+        for b, (rows, keys) in enumerate(zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True)):
+            at, of = slice(*rows), slice(*keys)
+            own = {name: value[b] if name in per_sequence else value for name, value in rules.items()}
+            limit = bands.gradient_bands(
+                dtype, dout[at], q[at], k[of], v[of], out[at], lse[:, at], dlse=dlse[:, at], layout="bshd", **own,
+                _first_batch=b,
+            ).limits  # fmt: skip
+            for whole, places, part in (
+                (limits[0], at, limit.dq),
+                (limits[1], of, limit.dk),
+                (limits[2], of, limit.dv),
+            ):
+                whole[places] = part
+            if limit.dsinks is not None:
+                limits[4][b if per_sequence else ...] += limit.dsinks
+        assert_gradients(got, exact, limits, dtypes_of(q, k, v, rules))
+        for dx, end in ((got.dq, cu_q[-1]), (got.dk, cu_k[-1]), (got.dv, cu_k[-1])):
+            assert not dx[end:].any()
+
+    def test_packed_sequences_name_what_is_bad(self):
+        q, k = normal(9, 4, 8), normal(9, 2, 8)
+        cu = np.array([0, 4, 9])
+        out, lse = attention_varlen(q, k, k, cu, cu, return_lse=True)
+        good = {"dout": out, "q": q, "k": k, "v": k, "out": out, "lse": lse, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        for changed, error, word in (
+            ({"cu_seqlens_q": np.array([1, 9])}, ValueError, "cu_seqlens_q"),
+            ({"lse": lse.T}, ValueError, "lse"),
+            ({"dout": out[:4]}, ValueError, "dout"),
+            ({"need": ("p",)}, ValueError, "need"),
+            ({"backend": "tpu"}, ValueError, "backend"),
+        ):
+            with pytest.raises(error, match=word):
+                flash_numba.attention_varlen_grad(**(good | changed))
+
+
+class KernelGradientConformance(GradientConformance):
+    """Compiled kernels also promise bits, and take sizes that the oracle's own tests needn't."""
+
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @given(
+        seed=st.integers(0, 2**32),
+        heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+        rows=st.integers(1, 230),
+        keys=st.integers(1, 300),
+        dim=st.integers(1, 70),
+        value_dim=st.integers(1, 70),
+        dtype=st.sampled_from(DTYPES),
+        causal=st.sampled_from([False, True, "top-left"]),
+        masked=st.sampled_from([None, 0.02, 0.6]),
+    )
+    def test_any_shape(self, seed, heads, rows, keys, dim, value_dim, dtype, causal, masked):
+        def options(rng, case):
+            mask = {} if masked is None else {"mask": rng.random((rows, keys)) < masked}
+            return {"causal": causal, **mask}
+
+        self.check(
+            self_attention(
+                f"any-{seed}", heads=heads[0], kv_heads=heads[1], rows=rows, keys=keys, dim=dim, value_dim=value_dim,
+                dtype=dtype, options=options,
+            )
+        )  # fmt: skip
+
+    @settings(max_examples=100, deadline=None, database=None, derandomize=True)
+    @given(
+        seed=st.integers(0, 2**32),
+        names=st.sets(st.sampled_from(sorted(RULES)), min_size=1, max_size=6),
+        rows=st.integers(1, 230),
+        keys=st.integers(1, 400),
+        dtype=st.sampled_from(DTYPES),
+    )
+    def test_any_rules_at_any_lengths(self, seed, names, rows, keys, dtype):
+        """More than one block of keys and of rows, which the matrix of pairs hasn't."""
+        if "float8" in names and dtype == FLOAT64:
+            dtype = FLOAT32
+        self.check(rule_case(f"any-rules-{seed}", *sorted(names), rows=rows, keys=keys, dtype=dtype))
+
+    def test_memory_layout_changes_no_bit(self, memory_case):
+        case = memory_case
+        q, k, v, options = case.arguments()
+        plain = [np.ascontiguousarray(x, case.dtype) for x in (q, k, v)]
+        out, lse = self.forward(*plain, **options)
+        dout, dlse = derivatives(case, out, lse)
+        dout, out = case.view(dout), case.view(out)
+        want = self.grad(*(np.ascontiguousarray(x, case.dtype) for x in (dout, *plain, out)), lse, dlse=dlse, **options)
+        got = self.grad(dout, q, k, v, out, lse, dlse=dlse, **options)
+        for dx, other in zip(got[:3], want[:3], strict=True):
+            assert same_bits(np.ascontiguousarray(dx), np.ascontiguousarray(other))
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("lengths", [(1, 203), (113, 203), (400, 300)], ids=str)
+    @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+    def test_the_batch_changes_no_bit(self, dtype, lengths, options):
+        rows, keys = lengths
+        q, dout = (normal(8, 4, rows, 40, dtype=dtype, seed=n) for n in (0, 1))
+        k, v = (normal(8, 2, keys, 40, dtype=dtype, seed=n) for n in (2, 3))
+        bias, sinks = normal(8, 4, 1, keys, seed=4), normal(8, 4, seed=5)
+        out, lse = self.forward(q, k, v, bias=bias, sinks=sinks, **options)
+        together = self.grad(dout, q, k, v, out, lse, bias=bias, sinks=sinks, **options)
+        for b in range(8):
+            at = slice(b, b + 1)
+            alone = self.grad(
+                *(x[at] for x in (dout, q, k, v, out, lse)), bias=bias[at], sinks=sinks[at], **options
+            )  # fmt: skip
+            for name, dx, of_all in zip(NAMES, alone, together, strict=True):
+                assert same_bits(dx[0], of_all[b]), name
+        # Half of the heads, with the same number of query heads to a K/V head.
+        half = self.grad(
+            dout[:, 2:], q[:, 2:], k[:, 1:], v[:, 1:], out[:, 2:], lse[:, 2:], bias=bias[:, 2:], sinks=sinks[:, 2:],
+            **options,
+        )  # fmt: skip
+        assert same_bits(half.dq, np.ascontiguousarray(together.dq[:, 2:]))
+        assert same_bits(half.dk, np.ascontiguousarray(together.dk[:, 1:]))
+
+
+class TestReference(GradientConformance):
+    backend = "reference"
+    max_cost = 300_000
+
+
+class TestCpu(KernelGradientConformance):
+    backend = "cpu"
+
+    @pytest.fixture
+    def threads(self, monkeypatch):
+        if numba.config.NUMBA_NUM_THREADS < 2:
+            pytest.skip("Numba has one thread here")
+        monkeypatch.setattr(launch, "SERIAL_FLOPS", 0)
+        before = numba.get_num_threads()
+        yield numba.set_num_threads
+        numba.set_num_threads(before)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        ("q_shape", "kv_shape"),
+        [((1, 1, 1023, 40), (1, 1, 1024, 40)), ((2, 6, 203, 64), (2, 3, 113, 64)), ((4, 8, 1, 64), (4, 2, 500, 64))],
+        ids=["long", "GQA", "decode"],
+    )
+    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1}], ids=str)
+    def test_threads_change_no_bit(self, threads, dtype, q_shape, kv_shape, options):
+        """One head alone too, whose work threads have to share."""
+        q, dout = normal(*q_shape, dtype=dtype), normal(*q_shape, dtype=dtype, seed=1)
+        k, v = normal(*kv_shape, dtype=dtype, seed=2), normal(*kv_shape, dtype=dtype, seed=3)
+        out, lse = self.forward(q, k, v, **options)
+        threads(1)
+        serial = self.grad(dout, q, k, v, out, lse, **options)
+        threads(2)
+        for _ in range(3):
+            parallel = self.grad(dout, q, k, v, out, lse, **options)
+            for dx, want in zip(parallel[:3], serial[:3], strict=True):
+                assert same_bits(dx, want)
+
+    @pytest.mark.parametrize("name", ["bias", "bias-keys-float16", "sinks", "mask", "window", "softcap", "float8"])
+    def test_threads_change_no_bit_under_rules(self, name, threads):
+        """A bias shared by heads and batches too, to whose gradient several threads may have something to add."""
+        q, k, v, options = rule_case(f"threads-{name}", name, rows=200, keys=300).arguments()
+        out, lse = self.forward(q, k, v, **options)
+        dout = normal(*out.shape, seed=9)
+        for bias in [options.pop("bias", None), normal(1, 1, 200, 300), normal(300), normal(2, 1, 200, 1)]:
+            rules = options if bias is None else options | {"bias": bias}
+            threads(1)
+            serial = self.grad(dout, q, k, v, out, lse, **rules)
+            threads(2)
+            parallel = self.grad(dout, q, k, v, out, lse, **rules)
+            for dx, want in zip(parallel, serial, strict=True):
+                assert dx is want is None or same_bits(dx, want)
+
+    def test_auto_is_the_cpu_here(self):
+        q, k, v, dout = (normal(1, 2, 30, 8, seed=n) for n in range(4))
+        out, lse = self.forward(q, k, v)
+        for dx, want in zip(
+            flash_numba.attention_grad(dout, q, k, v, out, lse)[:3], self.grad(dout, q, k, v, out, lse)[:3], strict=True
+        ):
+            assert same_bits(dx, want)
+
+    def test_mask_of_the_wrong_half_would_be_seen(self):
+        """That the limits are tight enough: a wrong formula isn't within them."""
+        case = self_attention("limits", rows=65, keys=90, options=mask_like(65, 90))
+        q, k, v, options = case.arguments()
+        out, lse = self.forward(q, k, v, **options)
+        dout, _ = derivatives(case, out, lse)
+        exact, limits = expect(FLOAT32, (dout, q, k, v, out, lse), None, options)
+        got = self.grad(dout, q, k, v, out, lse, **options)
+        for n in range(3):
+            wrong = list(got)
+            wrong[n] = got[n] * np.float32(1 + 1e-4)
+            with pytest.raises(pytest.fail.Exception, match=NAMES[n]):
+                assert_gradients(wrong, exact, limits, dtypes_of(q, k, v, options))
