@@ -8,4 +8,5 @@ What is measured, and how, is in `flash_numba.bench`, which `flash-numba bench` 
     python -m benchmarks.targets                    the project's targets, each next to what was measured
     python -m benchmarks.targets --only rules       what rules may cost (`limits`: the forward at the machine's limit)
     python -m benchmarks.report README.md           measure, and rewrite the README's performance section
+    python -m benchmarks.gpu                        on a GPU: check, measure, record, and rewrite its section there
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.cuda import why_no_cuda
+from benchmarks.cuda import gpu_name, recorded, why_no_cuda
 from flash_numba.bench.ceilings import machine
 from flash_numba.bench.shapes import SETS
 
@@ -31,4 +31,9 @@ def no_cuda():
 def pytest_benchmark_update_machine_info(config, machine_info):
     # The host's name is nobody's business in a published table.
     machine_info.pop("node", None)
-    machine_info["flash_numba"] = {**machine(), "no_cuda": why_no_cuda()}
+    machine_info["flash_numba"] = {
+        **machine(),
+        "no_cuda": why_no_cuda(),
+        "gpu": gpu_name(),
+        "recorded": recorded(),
+    }

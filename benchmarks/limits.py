@@ -53,12 +53,16 @@ def overall(library: str, results: Iterable[Measurement], target: float, of: str
 
 
 def measured(
-    shapes: Iterable[Shape], dtypes: Iterable[str], rounds: int, passive: bool = True
+    shapes: Iterable[Shape],
+    dtypes: Iterable[str],
+    rounds: int,
+    passive: bool = True,
+    peers: Iterable[str] | None = None,
 ) -> list[Measurement] | Result:
-    """Every problem by us and the peers, or why not."""
+    """Every problem by us and the peers, `PEERS` if None, or why not."""
     problems = [(shape, dtype) for shape in shapes for dtype in dtypes]
     try:
-        return measure_all(problems, PEERS, rounds, THREADS, passive=passive).results
+        return measure_all(problems, PEERS if peers is None else peers, rounds, THREADS, passive=passive).results
     except UncountedError as error:
         return Result("figures next to other libraries", None, "", None, True, str(error))
 
@@ -257,30 +261,41 @@ ERROR_SHAPES = (*square(1, 8, 1024, 64), *square(4, 16, 512, 64), *square(1, 8, 
 
 def errors(rounds: int) -> list[Result]:
     """Error against float64, over torch's on the same input: the worst shape."""
+    return errors_over_torch(ERROR_SHAPES, "error", 1.0)
+
+
+def errors_over_torch(shapes: Iterable[Shape], of: str, target: float) -> list[Result]:
     workers: list[Worker] = []
     try:
         workers += [Worker(OURS, THREADS), Worker("torch", THREADS)]
         if workers[1].version is None:
-            return [Result("error over torch's", None, "x", 1.0, False, workers[1].missing)]
-        return [row for dtype in ("float32", *HALVES) for row in errors_in(dtype, *workers)]
+            return [Result(f"{of} over torch's", None, "x", target, False, workers[1].missing)]
+        return [row for dtype in ("float32", *HALVES) for row in errors_in(dtype, *workers, shapes, of, target)]
     finally:
         for worker in workers:
             worker.close()
 
 
-def errors_in(dtype: str, ours: Worker, torch: Worker) -> list[Result]:
+def errors_in(
+    dtype: str,
+    ours: Worker,
+    torch: Worker,
+    shapes: Iterable[Shape] = ERROR_SHAPES,
+    of: str = "error",
+    target: float = 1.0,
+) -> list[Result]:
     worst = {"max": (0.0, ""), "rms": (0.0, "")}
-    for shape in ERROR_SHAPES:
+    for shape in shapes:
         answers = []
         for worker in (ours, torch):
             if why := worker.ask("prepare", [*shape, dtype]).get("refused"):
-                return [Result(f"error over torch's, {dtype}", None, "x", 1.0, False, f"{worker.library}: {why}")]
+                return [Result(f"{of} over torch's, {dtype}", None, "x", target, False, f"{worker.library}: {why}")]
             answers.append(worker.ask("errors"))
         for kind in worst:
             own, other = (answer[kind] for answer in answers)
             worst[kind] = max(worst[kind], (own / other, f"{own:.2e} against {other:.2e}: {shape.name}"))
     # To a hundredth: in 16 bits both round the same numbers, and differ in a few of them.
     return [
-        Result(f"{kind} error over torch's, {dtype}", round(ratio, 2), "x", 1.0, False, note)
+        Result(f"{kind} {of} over torch's, {dtype}", round(ratio, 2), "x", target, False, note)
         for kind, (ratio, note) in worst.items()
     ]

@@ -45,14 +45,42 @@ print(1024 * (peak_kb() - before) - out.nbytes)
 """
 
 
+GRADIENT_PEAK_MEMORY = """
+import flash_numba
+from flash_numba.bench.shapes import MEMORY, square
+from flash_numba.bench.worker import status
+
+def operands(shape):
+    q, k, v = shape.inputs()
+    return shape.dout(), q, k, v, *flash_numba.attention(q, k, v, return_lse=True)
+
+tiny, long = operands(square(1, 1, 16, 64)[0]), operands(MEMORY)
+flash_numba.attention_grad(*tiny)
+with open("/proc/self/clear_refs", "w") as clear:
+    clear.write("5")
+flash_numba.attention_grad(*tiny)
+before = status("VmHWM")
+gradients = flash_numba.attention_grad(*long)
+print(status("VmHWM") - before - sum(dx.nbytes for dx in gradients[:3]))
+"""
+
+
 def memory(rounds: int) -> list[Result]:
     """Peak resident memory of a long call over a tiny one in the same process, less the output (the inputs are there
     before). Everything that a long call needs first counts: scratch, threads, code loaded from the disk cache."""
-    what, target = f"peak memory over inputs and output, {MEMORY.name}", 8.0
+    return peak_of(PEAK_MEMORY, f"peak memory over inputs and output, {MEMORY.name}", 8.0)
+
+
+def gradient_memory(rounds: int) -> list[Result]:
+    """The same of the gradient, less the three gradients."""
+    return peak_of(GRADIENT_PEAK_MEMORY, f"peak memory of the gradient over inputs and outputs, {MEMORY.name}", 32.0)
+
+
+def peak_of(code: str, what: str, target: float) -> list[Result]:
     if not Path("/proc/self/clear_refs").exists():
         return [Result(what, None, "MB", target, False, "needs Linux's /proc/self/clear_refs")]
-    fresh(PEAK_MEMORY)  # fills the disk cache: compiling isn't part of the figure
-    values = [1e-6 * int(fresh(PEAK_MEMORY)) for _ in range(3)]
+    fresh(code)  # fills the disk cache: compiling isn't part of the figure
+    values = [1e-6 * int(fresh(code)) for _ in range(3)]
     return [Result(what, statistics.median(values), "MB", target, False)]
 
 

@@ -117,13 +117,13 @@ def section(
     return "\n\n".join(parts)
 
 
-def rewrite(text: str, new_section: str) -> str:
+def rewrite(text: str, new_section: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with what stands between the markers replaced; everything else to the letter."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the file needs one {BEGIN} and after it one {END}")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{new_section}\n{END}{after}"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the file needs one {begin} and after it one {end}")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{new_section}\n{end}{after}"
 
 
 def contents(file: Path) -> str:

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks.cuda import NOT_MEASURED, origin, recorded_seconds
 from flash_numba.bench import ceilings
 from flash_numba.bench.tables import markdown, milliseconds, percent, show
 
@@ -11,9 +12,10 @@ BASELINE = "NumPy one-shot"
 CUDA_ROW = "CUDA"
 
 
-def word(reason: str) -> str:
-    """What stands in a cell that couldn't be measured: "no GPU" of "no GPU: the driver finds no device"."""
-    return reason.partition(":")[0]
+def off_the_record(report: dict, shape: str, dtype: str) -> str:
+    """What stands in a CUDA cell where there is no GPU: the time last recorded on one, marked, if there is any."""
+    seconds = recorded_seconds(report["machine_info"]["flash_numba"]["recorded"], shape, dtype)
+    return NOT_MEASURED if seconds is None else f"{milliseconds(seconds)} (recorded)"
 
 
 def measured(report: dict) -> dict:
@@ -37,7 +39,7 @@ def detail(report: dict) -> list[list[str]]:
             speed = [f"{about['gflops']:.1f}", percent(about["share_of_peak"]), ratio]
             rows.append([shape, dtype, backend, milliseconds(median), *speed])
         if no_cuda and CUDA_ROW not in backends:
-            rows.append([shape, dtype, CUDA_ROW, word(no_cuda), "", "", ""])
+            rows.append([shape, dtype, CUDA_ROW, off_the_record(report, shape, dtype), "", "", ""])
     return rows
 
 
@@ -51,15 +53,14 @@ def side_by_side(report: dict) -> tuple[list[str], list[list[str]]]:
     backends = list(dict.fromkeys(backend for entries in problems.values() for backend in entries))
     if CUDA_ROW not in backends:
         backends.append(CUDA_ROW)
-    missing = {CUDA_ROW: word(no_cuda) if no_cuda else ""}
-    rows = [
-        [shape, dtype]
-        + [
-            milliseconds(entries[backend]["stats"]["median"]) if backend in entries else missing.get(backend, "")
-            for backend in backends
-        ]
-        for (shape, dtype), entries in problems.items()
-    ]
+
+    def cell(shape: str, dtype: str, backend: str) -> str:
+        entry = problems[shape, dtype].get(backend)
+        if entry is not None:
+            return milliseconds(entry["stats"]["median"])
+        return off_the_record(report, shape, dtype) if no_cuda and backend == CUDA_ROW else ""
+
+    rows = [[shape, dtype, *(cell(shape, dtype, backend) for backend in backends)] for shape, dtype in problems]
     return ["shape", "dtype", *(f"{backend}, ms" for backend in backends)], rows
 
 
@@ -68,7 +69,7 @@ def about(report: dict) -> str:
     of = report["machine_info"]["flash_numba"]
     return (
         f"{ceilings.about(of)}; Python {of['python']}, Numba {of['numba']}, NumPy {of['numpy']}; "
-        f"{of['no_cuda'] or 'a GPU'}"
+        f"{of['gpu'] or of['no_cuda'] + '; ' + origin(of['recorded'])}"
     )
 
 

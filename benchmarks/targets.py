@@ -1,4 +1,4 @@
-"""The project's targets for the CPU forward, each next to what is measured here and now.
+"""The project's targets on a CPU, each next to what is measured here and now.
 
     python -m benchmarks.targets [--only speed,rules,limits,...] [--peers torch,onnxruntime] [--rounds 7] [--json]
 
@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 import flash_numba
-from benchmarks import limits, processes, rules
+from benchmarks import gradients, limits, processes, rules
 from benchmarks.processes import fresh
 from benchmarks.verdicts import Result, Timed, in_turn, written
 from flash_numba import reference
@@ -170,11 +170,17 @@ GROUPS = {
     "threads": limits.threads,
     "tails": limits.tails,
     "errors": limits.errors,
+    "gradient-speed": gradients.speed,
+    "gradient-torch": gradients.over_torch,
+    "gradient-errors": gradients.errors,
+    "gradient-memory": processes.gradient_memory,
+    "gradient-bits": gradients.same_bits,
 }
 # Names for several of them; those that take minutes aren't in the default.
 SETS = {
     "default": ["speed", "memory", "error", "import", "first-call", "bits"],
     "limits": ["prefill", "decode", "small", "front", "threads", "first-call", "memory", "tails", "errors"],
+    "gradients": ["gradient-speed", "gradient-torch", "gradient-errors", "gradient-memory", "gradient-bits"],
 }
 
 

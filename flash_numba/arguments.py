@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .dtypes import BOOL, CODES, EIGHT_BIT, format_code
+from .places import PLAIN
 from .problem import UNLIMITED
 
 DTYPE_NAMES = ", ".join(dtype.name for dtype in CODES)
@@ -25,7 +26,14 @@ def check_choice(name: str, value: Any, allowed: tuple) -> None:
 
 
 def plain_array(name: str, x: Any, allowed: str) -> np.ndarray:
-    """Whatever NumPy takes for an array."""
+    """Whatever NumPy takes for an array; one on a GPU in the form that its place has given it (`places.py`)."""
+    if not isinstance(x, PLAIN):
+        from .gpu.arrays import DeviceArray, device_of
+
+        if type(x) is DeviceArray:
+            return x  # type: ignore[return-value]
+        if device_of(x) is not None:
+            raise TypeError(f"{name} lies on a GPU, which this call doesn't take; copy it to the host")
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be ignored; pass its data, and mask= for the keys")
     try:
@@ -115,6 +123,43 @@ def dropout_rate(dropout: float, seed: Any, training: bool) -> tuple[float, int]
     if not 0 <= value < 2**64:
         raise ValueError(f"seed must be {allowed}, got {seed!r}")
     return rate, value
+
+
+def array_of_shape(name: str, x: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """An output, or a derivative by it."""
+    array = operand(name, x)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have the output's shape, {shape}, got {array.shape}")
+    return array
+
+
+def row_numbers(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A log-sum-exp of each row, or a derivative by it: contiguous, in the accumulation format."""
+    array = plain_array(name, x, "a float32 or float64 array")
+    if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
+        raise TypeError(f"{name} must be a float32 or float64 array, got {array.dtype} of shape {array.shape}")
+    if array.shape != shape:
+        raise ValueError(f"{name} must have the log-sum-exp's shape (heads before rows), {shape}, got {array.shape}")
+    return np.asarray(array, dtype, order="C")
+
+
+def check_names(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    wanted = f"a sequence of names among {', '.join(map(repr, allowed))}"
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+    try:
+        unknown = [item for item in value if item not in allowed]
+    except TypeError:
+        raise TypeError(f"{name} must be {wanted}, got {value!r}") from None
+    if unknown:
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_integer_seed(seed: Any) -> None:
+    if isinstance(seed, np.random.Generator):
+        raise TypeError(
+            f"seed must be the integer that the forward call had, as a generator draws another, got {seed!r}"
+        )
 
 
 def check_callable(name: str, value: Any) -> None:
@@ -249,10 +294,10 @@ def cumulative_lengths(name: str, value: Any, total: int) -> np.ndarray:
     return array
 
 
-def output_array(out: Any, shape: tuple[int, ...]) -> np.ndarray:
-    if not isinstance(out, np.ndarray) or out.dtype.newbyteorder("=") not in CODES:
-        kind = f"{out.dtype} array" if isinstance(out, np.ndarray) else type(out).__name__
-        raise TypeError(f"out must be a NumPy array of {DTYPE_NAMES}, got {kind}")
+def output_array(out: Any, shape: tuple[int, ...], kind: Any = np.ndarray) -> np.ndarray:
+    if not isinstance(out, kind) or out.dtype.newbyteorder("=") not in CODES:
+        given = f"{out.dtype} array" if isinstance(out, kind) else type(out).__name__
+        raise TypeError(f"out must be a NumPy array of {DTYPE_NAMES}, got {given}")
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if not out.flags.writeable:

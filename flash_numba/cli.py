@@ -18,6 +18,7 @@ import numba
 import numpy as np
 
 from . import __version__, check, diagnosis, files, interface
+from .places import BackendError
 
 try:
     import typer
@@ -85,18 +86,30 @@ def progress_bar(title: str) -> Iterator[Any]:
 
 @app.command("info")
 def info_command() -> None:
-    """What was found on this machine: versions, SIMD width, threads, kernel cache."""
+    """What was found on this machine: versions, SIMD width, threads, kernel cache, GPU, and what is missing for one."""
     typer.echo(str(diagnosis.info()))
 
 
 @app.command("warmup")
 def warmup_command(
     dtype: Annotated[list[Dtype] | None, typer.Option(help="May be repeated. Default: all.")] = None,
+    backend: Annotated[str, typer.Option(help="cpu, or cuda for the kernels of the first GPU.")] = "cpu",
+    head_dim: Annotated[
+        list[int] | None, typer.Option(min=1, help="For a GPU. May be repeated. Default: 64 and 128.")
+    ] = None,
 ) -> None:
     """Compile the kernels now, or see that they are on disk, so that no later call has to."""
     dtypes = [np.dtype(d.value if d != Dtype.bfloat16 else ml_dtypes.bfloat16) for d in dtype or list(Dtype)]
-    with progress_bar("compiling") as bar:
-        names = diagnosis.warmup(dtypes, progress=bar and (lambda done, total, name: bar(done, total)))
+    try:
+        with progress_bar("compiling") as bar:
+            names = diagnosis.warmup(
+                dtypes,
+                backend=backend,
+                head_dims=head_dim or (64, 128),
+                progress=bar and (lambda done, total, name: bar(done, total)),
+            )
+    except (ValueError, BackendError) as error:
+        fail(error)
     typer.echo(f"ready: {', '.join(names)}")
 
 
@@ -171,7 +184,8 @@ def print_table(rows: list[check.Measurement], setup: dict[str, Any]) -> None:
 
 
 CAPTION = """online: online against one-shot softmax in NumPy, all in the dtype. kernel: compiled, against float64.
-normal: standard normal q, k, v. large: q times 20. rel: relative to sum(p |v|)."""
+dq, dk, dv: compiled gradients, against float64. normal: standard normal q, k, v, dout. large: q times 20.
+rel: relative to sum(p |v|), and to the terms of a gradient's sum."""
 
 
 # ---- run
@@ -289,6 +303,8 @@ def attend(inputs: list[Path], arrays: list[np.ndarray], arguments: Any, output:
             )
         except (ValueError, TypeError) as error:
             fail(f"{', '.join(map(str, inputs))}: {error}")
+        except BackendError as error:
+            fail(error)
         seconds = time.perf_counter() - started
         if lse is not None:
             lse_file.array[...] = row_lse
@@ -309,7 +325,7 @@ def flops(q: np.ndarray, k: np.ndarray, v: np.ndarray, arguments: Any) -> float:
 
 
 class Shapes(str, Enum):
-    """`bench.shapes.SETS`, which isn't imported for the other commands."""
+    """`bench.shapes.SETS` and `GRADIENT_SETS`, which aren't imported for the other commands."""
 
     short = "short"
     main = "main"
@@ -317,6 +333,7 @@ class Shapes(str, Enum):
     tiny = "tiny"
     full = "full"
     lengths = "lengths"
+    gradient = "gradient"
 
 
 @app.command("bench")

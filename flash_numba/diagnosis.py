@@ -1,5 +1,6 @@
 """What the library found on this machine, how it would do a call, and compiling ahead."""
 
+import importlib.util
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .interface import checked_call, flops
-from .problem import describe
+from .arguments import check_choice
+from .interface import BACKENDS, checked_call, flops
+from .places import HOST, NO_NUMBA_CUDA, PLAIN, choose
+from .problem import Call, describe
 
 KERNELS = ("forward", "decode")
 
@@ -61,20 +64,39 @@ def machine() -> Info:
         found["threading layer"] = f"not started yet ({numba.config.THREADING_LAYER})"
     folder = kernel_cache.private_folder()
     found["kernel cache"] = str(folder) if folder else f"none: {kernel_cache.log[-1]}"
-    found["GPU"] = "no GPU backend in this version"
+    if importlib.util.find_spec("numba_cuda") is None:  # as `gpu` isn't even imported then
+        found["GPU"] = f"none: {NO_NUMBA_CUDA}"
+    else:
+        from .gpu import driver
+
+        found.update(driver.facts())
     return found
 
 
 def of_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Info:
-    from .cpu import launch, plan
-
-    for name in ("return_lse", "backend", "progress"):
+    for name in ("return_lse", "progress"):
         options.pop(name, None)
+    backend = options.pop("backend", "auto")
+    check_choice("backend", backend, BACKENDS)
     rules: dict[str, Any] = {
         "causal": False, "window": None, "scale": None, "softcap": None, "alibi_slopes": None, "dropout": 0.0,
         "seed": None, "training": True, "k_scale": None, "v_scale": None, "layout": "bhsd",
     }  # fmt: skip
-    call, _ = checked_call(q, k, v, **rules | options)
+    place = HOST  # for arrays in host memory, and "cuda": a GPU isn't needed to plan for one
+    if backend != "cuda" or not all(isinstance(x, PLAIN) for x in (q, k, v)):
+        arrays = {name: options.get(name) for name in ("bias", "mask", "out")}
+        place = choose(backend, q=q, k=k, v=v, **arrays)
+    call, _ = checked_call(q, k, v, **rules | options, place=place)
+    if place is not HOST or backend == "cuda":
+        from .gpu import planned
+
+        return Info(planned.facts(call, place))
+    return on_cpu(call)
+
+
+def on_cpu(call: Call) -> Info:
+    from .cpu import launch, plan
+
     problem, _alive = describe(call)
     dtype = call.lse.dtype
     kernel, control = launch.choose_kernel(problem, dtype)
@@ -102,11 +124,19 @@ def of_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Info:
     return found
 
 
-def warmup(dtypes: Any = (np.float32,), *, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
+def warmup(
+    dtypes: Any = (np.float32,),
+    *,
+    backend: str = "cpu",
+    head_dims: Any = (64, 128),
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[str]:
     """Compile the kernels for these dtypes now, or load them, so that later calls and processes find them ready.
 
     Args:
-        dtypes: Of q, one or several; float32, float16 and bfloat16 share their kernels.
+        dtypes: Of q, one or several; on the CPU, float32, float16 and bfloat16 share their kernels.
+        backend: "cpu", or "cuda" for the kernels of the first GPU.
+        head_dims: On a GPU, which compiles a kernel for each: head dimensions, of keys and values alike.
         progress: Called with kernels done, their number, and the name of the next one.
 
     Returns:
@@ -114,12 +144,13 @@ def warmup(dtypes: Any = (np.float32,), *, progress: Callable[[int, int, str], N
 
     Raises:
         TypeError: a dtype that `attention` doesn't take.
+        RuntimeError: backend="cuda" and no GPU to use; it says what is missing.
     """
     from .arguments import DTYPE_NAMES
-    from .cpu import launch
     from .dtypes import CODES
 
-    widths = set()
+    check_choice("backend", backend, ("cpu", "cuda"))
+    chosen: list[Any] = []
     for item in [dtypes] if isinstance(dtypes, (str, type, np.dtype)) else list(dtypes):
         try:
             dtype = np.dtype(ml_dtypes.bfloat16 if item == "bfloat16" else item)
@@ -127,10 +158,13 @@ def warmup(dtypes: Any = (np.float32,), *, progress: Callable[[int, int, str], N
             dtype = None
         if dtype not in CODES:
             raise TypeError(f"dtypes must be among {DTYPE_NAMES}, got {item!r}")
-        widths.add(np.dtype(np.float64 if dtype == np.float64 else np.float32))
-    jobs: list[tuple[str, Callable[[], Any]]] = [("threads", launch.parallel_driver)]
-    for wide in sorted(widths, key=str):
-        jobs += [(f"{kernel} {wide}", partial(launch.worker_address, kernel, wide)) for kernel in KERNELS]
+        chosen.append(dtype)
+    if backend == "cuda":
+        from .gpu import planned
+
+        jobs = planned.compile_jobs(chosen, [head_dims] if isinstance(head_dims, int) else list(head_dims))
+    else:
+        jobs = compile_jobs(chosen)
     for done, (name, job) in enumerate(jobs):
         if progress is not None:
             progress(done, len(jobs), name)
@@ -138,3 +172,13 @@ def warmup(dtypes: Any = (np.float32,), *, progress: Callable[[int, int, str], N
     if progress is not None:
         progress(len(jobs), len(jobs), "")
     return [name for name, _ in jobs]
+
+
+def compile_jobs(dtypes: list[Any]) -> list[tuple[str, Callable[[], Any]]]:
+    """Names of the CPU's kernels for dtypes of q, and what compiles or loads each."""
+    from .cpu import launch
+
+    jobs: list[tuple[str, Callable[[], Any]]] = [("threads", launch.parallel_driver)]
+    for wide in sorted({np.dtype(np.float64 if dtype == np.float64 else np.float32) for dtype in dtypes}, key=str):
+        jobs += [(f"{kernel} {wide}", partial(launch.worker_address, kernel, wide)) for kernel in KERNELS]
+    return jobs

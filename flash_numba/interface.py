@@ -8,13 +8,14 @@ import numpy as np
 
 from . import arguments as check
 from . import recurrence, reference
-from .prepared import Prepared, is_plain, recall, remember
-from .problem import Call, address, describe, packed_tiles
+from .places import HOST, choose
+from .prepared import FORMS, is_plain, recall, remember
+from .problem import Call, address, describe, flops, packed_tiles
 from .scores import LOG2E
 
 Progress = Callable[[int, int], None]
 
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "cpu", "cuda", "reference")
 LAYOUTS = ("bhsd", "bshd")
 CAUSAL = (False, True, "top-left")
 
@@ -49,8 +50,9 @@ def attention(
     """Exact attention, `softmax(scale * q k^T + bias) v`, streamed: the score matrix is never held in memory.
 
     Args:
-        q: Queries, (..., H, S_q, D); 2-D is one head. Anything `np.asarray` makes a float array of. Strides are
-            honoured.
+        q: Queries, (..., H, S_q, D); 2-D is one head. Anything `np.asarray` makes a float array of, or an array on an
+            NVIDIA GPU (PyTorch, CuPy, JAX, whatever has DLPack or `__cuda_array_interface__`), and then k, v, bias,
+            mask and out on the same. Strides are honoured.
         k: Keys, (..., H_kv, S_kv, D). H must be a multiple of H_kv: query heads share key heads in contiguous groups
             (GQA; MQA for H_kv = 1). Axes left of the heads broadcast against q's.
         v: Values, (..., H_kv, S_kv, D_v).
@@ -81,53 +83,66 @@ def attention(
         out: Array to write to, (..., H, S_q, D_v) in the same layout, of any 16- to 64-bit dtype above. May overlap an
             input.
         return_lse: Also return the log-sum-exp of each row.
-        backend: "auto", "cpu", or "reference" (whole-matrix NumPy in float64, for checking).
-        progress: Called about ten times a second while the call runs, with work items done and their number.
+        backend: "auto" (where the arrays lie), "cpu", "cuda" (copies arrays in host memory to the GPU and back), or
+            "reference" (whole-matrix NumPy in float64, for checking).
+        progress: Called about ten times a second while the call runs, with work items done and their number; on a GPU
+            once, when the work is queued.
 
     Returns:
-        The output, (..., H, S_q, D_v) in q's dtype (or `out`); with `return_lse` also the natural-log LSE,
-        (..., H, S_q) whatever the layout, in float32 (float64 for float64). A row that sees no key gives 0 and -inf
-        (its sink, if there is one). Sums are taken in float32 (float64 for float64). Same bits for any number of
-        threads and batches.
+        The output, (..., H, S_q, D_v) in q's dtype (or `out`), on a GPU an array of q's library; with `return_lse` also
+        the natural-log LSE, (..., H, S_q) whatever the layout, in float32 (float64 for float64). A row that sees no key
+        gives 0 and -inf (its sink, if there is one). Sums are taken in float32 (float64 for float64). Same bits for any
+        number of threads and batches.
 
     Raises:
         ValueError: shapes that don't fit, numbers out of range, an unknown layout, causal or backend, dropout without
             a seed.
-        TypeError: dtypes that aren't taken or are mixed, and arguments of the wrong type.
+        TypeError: dtypes that aren't taken or are mixed, arguments of the wrong type, and arrays of the host and of a
+            GPU in one call.
+        RuntimeError: there is no GPU to use; it says what is missing.
         KeyboardInterrupt: within a second of Ctrl-C, for calls from the main thread. `out` is then partly written.
 
     Formula: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; streamed as in Dao 2023 (arXiv:2307.08691),
     section 3.1. The rules' sources stand in `scores.py` and `dropout.py`.
     """
-    key = None
+    key, kind = None, type(q)
     if (
-        type(q) is type(k) is type(v) is np.ndarray
+        kind is type(k) is type(v)
+        and (kind is np.ndarray or kind in FORMS)
         and bias is mask is alibi_slopes is sinks is q_lengths is kv_lengths is q_offset is k_scale is v_scale is None
         and out is progress is None
         and is_plain(window, scale, softcap, dropout, causal, layout, backend)
         and dropout == 0
     ):
-        shapes = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
-        key = (shapes, causal, type(causal), window, scale, softcap, layout, backend)
-        prepared = recall(key)
-        if prepared is not None:
-            out, lse = prepared.run(q, k, v)
-            return (out, lse) if return_lse else out
+        if kind is np.ndarray:
+            shapes = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
+        else:
+            shapes = FORMS[kind](q, k, v)  # type: ignore[assignment]
+        if shapes is not None:
+            key = (shapes, causal, type(causal), window, scale, softcap, layout, backend)
+            prepared = recall(key)
+            if prepared is not None:
+                out, lse = prepared.run(q, k, v)
+                return (out, lse) if return_lse else out
     check.check_choice("backend", backend, BACKENDS)
     check.check_callable("progress", progress)
+    place = choose(backend, q=q, k=k, v=v, bias=bias, mask=mask, out=out)
+    if (place is HOST) != (kind is np.ndarray):  # another library's array in host memory, or NumPy's to be copied
+        key = None
     call, result = checked_call(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset,
         dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale, layout=layout, out=out,
+        place=place,
     )  # fmt: skip
     if backend == "reference":
         run_reference(call, causal)
     else:
-        started = run(call, progress)
+        started = run(call, progress, place=place, repeated=key is not None)
         if key is not None and started is not None:
             lse = call.lse[(0,) * (4 - result.ndim)]
-            remember(key, Prepared(*started, result.shape, result.dtype, lse.shape, lse.dtype))
-    out, lse = finished(call, result, layout)
+            remember(key, place.prepared(started, result, lse))
+    out, lse = finished(call, result, layout, place)
     return (out, lse) if return_lse else out
 
 
@@ -176,35 +191,24 @@ def attention_varlen(
     """
     check.check_choice("backend", backend, BACKENDS)
     check.check_callable("progress", progress)
-    q, k, v = check.operand("q", q), check.operand("k", k, True), check.operand("v", v, True)
-    if not q.ndim == k.ndim == v.ndim == 3:
-        raise ValueError(f"q, k and v must be (total, H, D), got {q.shape}, {k.shape} and {v.shape}")
-    starts = {
-        "cu_seqlens_q": check.cumulative_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
-        "cu_seqlens_k": check.cumulative_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0]),
-    }
-    count = starts["cu_seqlens_q"].size - 1
-    if starts["cu_seqlens_k"].size - 1 != count:
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must have the same number of sequences, "
-            f"got {count} and {starts['cu_seqlens_k'].size - 1}"
-        )
     rules: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
         "sinks": sinks, "dropout": dropout, "seed": seed, "training": training, "k_scale": k_scale, "v_scale": v_scale,
     }  # fmt: skip
-    call, result = checked_call(q, k, v, layout="bshd", out=out, sequences=(count,), **rules)
-    call = replace(call, cu_seqlens_q=starts["cu_seqlens_q"], cu_seqlens_k=starts["cu_seqlens_k"])
+    place = choose(backend, q=q, k=k, v=v, out=out)
+    call, result = checked_packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, out=out, place=place, **rules)
     assert call.out is not None
+    assert call.cu_seqlens_q is not None
     if backend == "reference":
         rules["seed"] = call.seed  # drawn once
-        exact = reference.attention_varlen(q, k, v, *starts.values(), return_lse=True, **rules)
+        exact = reference.attention_varlen(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, return_lse=True, **rules)
         call.out[0], call.lse[0] = exact[0].swapaxes(0, 1), exact[1]
     else:
-        end = starts["cu_seqlens_q"][-1]
-        call.out[..., end:, :], call.lse[..., end:] = 0, -np.inf
-        run(call, progress)
-    out, lse = finished(call, result, "bshd")
+        if place is HOST:  # on a GPU the kernel does it
+            end = call.cu_seqlens_q[-1]
+            call.out[..., end:, :], call.lse[..., end:] = 0, -np.inf
+        run(call, progress, place=place)
+    out, lse = finished(call, result, "bshd", place)
     return (out, lse) if return_lse else out
 
 
@@ -247,20 +251,23 @@ def attention_partial(
     Raises:
         ValueError, TypeError: as `attention`.
     """
+    place = choose("auto", q=q, k=k, v=v, bias=bias, mask=mask)
     call, result = checked_call(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset, k_offset=k_offset,
         dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale, layout=layout, partial=True,
+        place=place,
     )  # fmt: skip
-    run(call, progress)
-    return finished(call, result, layout)
+    run(call, progress, place=place)
+    return finished(call, result, layout, place)
 
 
 def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> tuple[np.ndarray, np.ndarray]:
     """Attention to all keys from attention to parts of them, each key in one part: exact for any split.
 
     Args:
-        outs: Outputs of `attention_partial` in the order of their keys, each (..., H, S_q, D_v).
+        outs: Outputs of `attention_partial` in the order of their keys, each (..., H, S_q, D_v); all parts in host
+            memory or all on one GPU.
         lses: Their log-sum-exps, each (..., H, S_q). A part without a key has -inf, and changes nothing.
         sinks: (H,), added here, once.
         layout: Of the outputs.
@@ -275,8 +282,11 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
     """
     check.check_choice("layout", layout, LAYOUTS)
     try:
-        outs = [check.operand("outs", out) for out in outs]
-        lses = [check.plain_array("lses", lse, "float32 or float64 arrays") for lse in lses]
+        outs, lses = list(outs), list(lses)
+        parts_by_name = {f"outs[{n}]": x for n, x in enumerate(outs)} | {f"lses[{n}]": x for n, x in enumerate(lses)}
+        place = choose("auto", **parts_by_name)
+        outs = [check.operand("outs", place.take(out)) for out in outs]
+        lses = [check.plain_array("lses", place.take(lse), "float32 or float64 arrays") for lse in lses]
     except TypeError as error:
         raise TypeError(f"outs and lses must be sequences of arrays: {error}") from None
     if not outs or len(outs) != len(lses):
@@ -291,7 +301,13 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
                 f"outs must be of one shape and lses of theirs without the last axis (heads before rows), "
                 f"got {[x.shape for x in outs]} and {[x.shape for x in lses]}"
             )
-    dtype = np.result_type(*lses)
+    dtype = np.result_type(*(lse.dtype for lse in lses))
+    many = parts[0].ndim > 2
+    sink = check.per_head("sinks", place.numbers(sinks), (1,), parts[0].shape[-3] if many else 1, "H")
+    if place is not HOST:
+        result, lse = place.empty(outs[0].shape, outs[0].dtype), place.empty(lses[0].shape, dtype)
+        place.merge(parts, lses, sink, result.swapaxes(-3, -2) if swap else result, lse)
+        return place.give(result), place.give(lse)
     m = np.full(lses[0].shape, -np.inf, dtype)
     l = np.zeros_like(m)
     total = np.zeros(parts[0].shape, dtype)
@@ -301,8 +317,6 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
             empty = (lse == -np.inf)[..., None]  # whatever its output holds
             total = total * a[..., None] + np.where(empty, 0, out) * b[..., None]
             l = a * l + b
-        many = parts[0].ndim > 2
-        sink = check.per_head("sinks", sinks, (1,), parts[0].shape[-3] if many else 1, "H")
         one_each = -np.inf if sink is None else sink[0, :, None] if many else sink[0]
         lse, factor = recurrence.conclude(m, l, np.asarray(one_each * LOG2E, dtype))
         result = (total * factor[..., None]).astype(parts[0].dtype)
@@ -315,7 +329,7 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
 def checked_call(
     q, k, v, *, causal, window, scale, softcap, alibi_slopes, dropout, seed, training, k_scale, v_scale, layout,
     bias=None, mask=None, sinks=None, q_lengths=None, kv_lengths=None, q_offset=None, k_offset=0, out=None,
-    sequences=None, partial=False,
+    sequences=None, partial=False, place=HOST,
 ) -> tuple[Call, np.ndarray]:  # fmt: skip
     """The arguments of a public call, checked: `(call, result)`, result being the array to return.
 
@@ -325,13 +339,20 @@ def checked_call(
     check.check_choice("layout", layout, LAYOUTS)
     causal = bool(causal) if isinstance(causal, np.bool_) else causal
     check.check_choice("causal", causal, CAUSAL)
+    q, k, v, bias, mask, out = (place.take(x) for x in (q, k, v, bias, mask, out))
+    alibi_slopes, sinks, k_scale, v_scale, q_lengths, kv_lengths, q_offset = (
+        place.numbers(x) for x in (alibi_slopes, sinks, k_scale, v_scale, q_lengths, kv_lengths, q_offset)
+    )
     q, k, v = check.operand("q", q), check.operand("k", k, True), check.operand("v", v, True)
     dtype = check.common_dtype(q, k, v)
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     bshd = layout == "bshd"
     check.check_shapes(q, k, v, bshd)
     shape = (*q.shape[:-1], v.shape[-1])
-    result = np.empty(shape, wide if partial else dtype) if out is None else check.output_array(out, shape)
+    if out is None:
+        result = place.empty(shape, wide if partial else dtype)
+    else:
+        result = check.output_array(out, shape, place.array)
     q_view, k_view, v_view = (check.heads_view(x, bshd) for x in (q, k, v))
     *batch, heads, queries, dim = q_view.shape
     keys = k_view.shape[-2]
@@ -340,13 +361,13 @@ def checked_call(
     rate, random_seed = check.dropout_rate(dropout, seed, training)
     terms = check.score_terms(bias, mask, (*(lead if q.ndim > 3 else ()), heads, queries, keys))
     in_place = out is None or check.can_write_in_place(result, dtype, [q, k, v, *terms])
-    target = result if in_place else np.empty(shape, wide)
+    target = result if in_place else place.empty(shape, wide)
     call = Call(
         q=q_view,
         k=k_view,
         v=v_view,
         out=check.heads_view(target, bshd),
-        lse=np.empty(q_view.shape[:-1], wide),
+        lse=place.empty(q_view.shape[:-1], wide),
         scale=check.scale_factor(scale, dim),
         left=left,
         right=right,
@@ -367,20 +388,55 @@ def checked_call(
     return call, result
 
 
-def finished(call: Call, result: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
+def checked_packed_call(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, out=None, place=HOST, **rules
+) -> tuple[Call, np.ndarray]:  # fmt: skip
+    """The same of packed sequences."""
+    q, k, v = (place.take(x) for x in (q, k, v))
+    cu_seqlens_q, cu_seqlens_k = place.numbers(cu_seqlens_q), place.numbers(cu_seqlens_k)
+    q, k, v = check.operand("q", q), check.operand("k", k, True), check.operand("v", v, True)
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"q, k and v must be (total, H, D), got {q.shape}, {k.shape} and {v.shape}")
+    starts: dict[str, Any] = {
+        "cu_seqlens_q": check.cumulative_lengths("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
+        "cu_seqlens_k": check.cumulative_lengths("cu_seqlens_k", cu_seqlens_k, k.shape[0]),
+    }
+    count = starts["cu_seqlens_q"].size - 1
+    if starts["cu_seqlens_k"].size - 1 != count:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have the same number of sequences, "
+            f"got {count} and {starts['cu_seqlens_k'].size - 1}"
+        )
+    call, result = checked_call(q, k, v, layout="bshd", out=out, sequences=(count,), place=place, **rules)
+    return replace(call, **starts), result
+
+
+def finished(call: Call, result: Any, layout: str, place: Any = HOST) -> tuple[Any, Any]:
     """(out, lse) as the caller knows them, the output copied where it was computed aside."""
     assert call.out is not None
     if not np.may_share_memory(call.out, result):
-        with np.errstate(over="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
-            check.heads_view(result, layout == "bshd")[...] = call.out
-    return result, call.lse[(0,) * (4 - result.ndim)]  # without the axes that a 2-D or 3-D q doesn't have
+        place.copy(check.heads_view(result, layout == "bshd"), call.out)
+    lse = call.lse[(0,) * (4 - result.ndim)]  # without the axes that a 2-D or 3-D q doesn't have
+    return place.give(result), place.give(lse)
 
 
-def run(call: Call, progress: Progress | None = None, state: np.ndarray | None = None) -> tuple[Any, Any, list] | None:
-    """Run a call on the CPU; with `state`, that of an `AttentionStream`, bring it forward instead of starting anew.
+def run(
+    call: Call,
+    progress: Progress | None = None,
+    state: np.ndarray | None = None,
+    place: Any = HOST,
+    repeated: bool = False,
+) -> Any:
+    """Run a call; with `state`, that of an `AttentionStream`, bring it forward on the CPU instead of starting anew.
 
-    Returns what another such call is run with, `(start, launch, tables)`; None where there was nothing to do.
+    Returns what another such call is run with, on the CPU `(start, launch, tables)`; None where there was nothing to
+    do, or nothing is kept. repeated: it may well be run again.
     """
+    if place is not HOST:
+        started = place.run(call, repeated)
+        if progress is not None:
+            progress(1, 1)
+        return started
     if call.lse.size == 0:
         return None
     from .cpu import launch  # not before the first call: it starts Numba
@@ -396,12 +452,6 @@ def run(call: Call, progress: Progress | None = None, state: np.ndarray | None =
     addresses = tuple(problem[name] for name in ("q", "k", "v", "out", "lse"))
     launch.start(prepared, addresses, [call, alive, state], progress)
     return launch.start, prepared, alive
-
-
-def flops(call: Call) -> float:
-    """About what a call computes, for deciding on threads: the keys within the window of every row."""
-    keys = min(call.k.shape[-2], call.left + call.right + 1)
-    return 2.0 * (call.q.shape[-1] + call.v.shape[-1]) * keys * call.lse.size
 
 
 def run_reference(call: Call, causal: bool | str) -> None:

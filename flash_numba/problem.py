@@ -7,6 +7,7 @@ fifty arguments, and no array type multiplies the number of compiled specialisat
 import ctypes
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -136,6 +137,30 @@ class Call:
     cu_seqlens_k: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class GradCall:
+    """A checked call of the gradient. Arrays are views like a `Call`'s; None is a gradient that isn't asked for.
+
+    The gradients are all 0 at first, in the accumulation format, the one of `call.lse`; what they are copied and summed
+    to afterwards is the front's affair (`gradient.py`).
+    """
+
+    call: Call  # the forward's, its `out` and `lse` holding what came of it
+    dout: np.ndarray  # (batch axes, H, S_q, D_v), of any format that `out` may have
+    dlse: np.ndarray | None  # (batch axes, H, S_q), contiguous, in the accumulation format
+    dq: np.ndarray | None  # (batch axes, H, S_q, D)
+    dk: np.ndarray | None  # (batch axes, the least common multiple of k's and v's head counts, S_kv, D)
+    dv: np.ndarray | None  # (batch axes, likewise, S_kv, D_v)
+    dbias: np.ndarray | None  # of `call.terms[0]`: its axes, those that it repeats along being of length 1
+    dsinks: np.ndarray | None  # (B, H)
+
+
+def flops(call: Call) -> float:
+    """About what a call computes, for deciding on threads: the keys within the window of every row."""
+    keys = min(call.k.shape[-2], call.left + call.right + 1)
+    return 2.0 * (call.q.shape[-1] + call.v.shape[-1]) * keys * call.lse.size
+
+
 def documented_address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
@@ -147,6 +172,11 @@ def quick_address(array: np.ndarray) -> int:
 
 _probe = np.zeros(3)[1:]
 address = quick_address if quick_address(_probe) == documented_address(_probe) else documented_address
+
+
+def address_of(array: Any) -> int:
+    """Of an array in host memory or on a GPU (`gpu.arrays.DeviceArray`)."""
+    return address(array) if isinstance(array, np.ndarray) else array.address
 
 
 def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -163,11 +193,11 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
     strides = {"lse": call.lse.strides}
     for name, array in (views | bias_or_mask).items():
         strides[name] = np.broadcast_to(array, (*batch, *array.shape[-3:])).strides
-        problem[name] = address(array)
+        problem[name] = address_of(array)
         problem[f"{name}_format"] = format_code(array.dtype)
         for axis, stride in zip(AXES, strides[name][-4:], strict=True):
             problem[f"{name}_{axis}"] = stride
-    problem["lse"] = address(call.lse)
+    problem["lse"] = address_of(call.lse)
     problem["lse_batch"], problem["lse_head"] = call.lse.strides[-3:-1]
 
     problem["batch"], problem["heads"] = math.prod(batch), heads

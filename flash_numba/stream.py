@@ -7,6 +7,7 @@ import numpy as np
 
 from . import arguments as check
 from .interface import CAUSAL, LAYOUTS, checked_call, finished, run
+from .places import HOST, choose
 from .prepared import following_keys
 from .problem import address
 
@@ -19,7 +20,7 @@ class AttentionStream:
     keys there are.
 
     Args:
-        q: Queries, as for `attention`.
+        q: Queries, as for `attention`; all chunks lie where they do, in host memory or on a GPU.
         q_offset: Position of row 0 in the whole sequence, one integer or (B,).
         kv_total: How many keys there will be, instead of `q_offset`: then row i stands at i + kv_total - S_q.
             A causal mask, a window and ALiBi need one of the two.
@@ -65,7 +66,13 @@ class AttentionStream:
                 f"alibi_slopes={'None' if alibi_slopes is None else 'given'}; both are None"
             )
         rate, seed = check.dropout_rate(dropout, seed, training)  # a generator's seed is drawn once for all chunks
-        self._q = np.array(check.operand("q", q))  # of its own: the caller may reuse the array between chunks
+        place = choose("auto", q=q)
+        self._q = place.own(check.operand("q", place.take(q)))  # the caller may reuse the array between chunks
+        self._chunks: Any = None  # on a GPU
+        if place is not HOST:
+            from .gpu.chunks import Chunks
+
+            self._chunks = Chunks(place, layout == "bshd" and self._q.ndim > 2)
         if kv_total is not None:
             queries = check.heads_view(self._q, layout == "bshd").shape[-2]
             kv_total = check.key_count("kv_total", kv_total)
@@ -87,7 +94,7 @@ class AttentionStream:
         self._call: Any = None
         nothing = self._q[..., :0, :, :] if layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
         # errors now rather than at the first chunk, those apart that depend on its heads
-        checked_call(self._q, nothing, nothing, **self._rules | {"k_scale": None, "v_scale": None})
+        checked_call(self._q, nothing, nothing, **self._rules | {"k_scale": None, "v_scale": None}, place=place)
 
     @property
     def keys(self) -> int:
@@ -103,6 +110,8 @@ class AttentionStream:
             RuntimeError: an absorb before this one was interrupted, which leaves the state half brought forward.
         """
         self._check_state()
+        if self._chunks is not None:
+            return self._absorb_on_gpu(k, v, bias, mask)
         form = None
         if bias is mask is None and type(k) is type(v) is np.ndarray:
             form = k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
@@ -111,11 +120,8 @@ class AttentionStream:
                 return self
         call, _ = checked_call(self._q, k, v, bias=bias, mask=mask, k_offset=self._keys, **self._rules)
         self._check_total(call.k.shape[-2])
-        if self._last is not None and self._last[1].shape[-1] != call.v.shape[-1]:
-            raise ValueError(
-                f"v must have the value dimension of the chunks before, {self._last[1].shape[-1]}, "
-                f"got {call.v.shape[-1]}"
-            )
+        if self._last is not None:
+            self._check_value_dim(self._last[1].shape[-1], call.v.shape[-1])
         if call.lse.size:
             from .cpu import launch
 
@@ -130,6 +136,24 @@ class AttentionStream:
         self._last = tuple(np.empty_like(np.take(x, [], axis=axis)) for x in (k, v))  # type: ignore[assignment]
         self._keys += call.k.shape[-2]
         return self
+
+    def _absorb_on_gpu(self, k: Any, v: Any, bias: Any, mask: Any) -> "AttentionStream":
+        place = choose("auto", k=k, v=v, bias=bias, mask=mask)
+        self._chunks.check(place)
+        rules = self._rules | {"sinks": None}  # added once, at the end
+        call, out = checked_call(
+            self._q, k, v, bias=bias, mask=mask, k_offset=self._keys, partial=True, place=place, **rules
+        )
+        self._check_total(call.k.shape[-2])
+        if self._chunks.out is not None:
+            self._check_value_dim(self._chunks.out.shape[-1], call.v.shape[-1])
+        self._chunks.absorb(replace(call, counts_from_offset=self._counts_from_offset), out)
+        self._keys += call.k.shape[-2]
+        return self
+
+    def _check_value_dim(self, before: int, given: int) -> None:
+        if before != given:
+            raise ValueError(f"v must have the value dimension of the chunks before, {before}, got {given}")
 
     def _absorb_alike(self, k: np.ndarray, v: np.ndarray) -> None:
         """A chunk of the form of the last one: what was checked and planned for that holds, some keys further on."""
@@ -152,6 +176,8 @@ class AttentionStream:
         """`(out, lse)` over the keys absorbed so far, as `attention` returns them. The stream may go on afterwards."""
         self._check_state()
         rules = self._rules
+        if self._chunks is not None:
+            return self._result_on_gpu()
         if self._last is None:  # no keys so far, nor value dimension: q's stands in
             k = v = self._q[..., :0, :, :] if self._layout == "bshd" and self._q.ndim > 2 else self._q[..., :0, :]
             rules = rules | {"k_scale": None, "v_scale": None}
@@ -160,6 +186,16 @@ class AttentionStream:
         call, result = checked_call(self._q, k, v, k_offset=self._keys, **rules)
         run(call, state=self._state)
         return finished(call, result, self._layout)
+
+    def _result_on_gpu(self) -> tuple[Any, Any]:
+        second = self._layout == "bshd" and self._q.ndim > 2
+        k = self._q[..., :0, :, :] if second else self._q[..., :0, :]  # no keys
+        place, rules = self._chunks.place, self._rules | {"k_scale": None, "v_scale": None}
+        v = k
+        if self._chunks.out is not None:
+            v = np.broadcast_to(k[..., :1], (*k.shape[:-1], self._chunks.out.shape[-1]))
+        call, out = checked_call(self._q, k, v, k_offset=self._keys, place=place, **rules)
+        return self._chunks.result(call, out)
 
     def _check_state(self) -> None:
         if self._interrupted:

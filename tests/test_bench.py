@@ -31,7 +31,7 @@ from flash_numba.bench import (
     worker,
 )
 from flash_numba.bench.driver import Measurement, Report
-from flash_numba.bench.shapes import FULL, SETS, SHORT, Shape
+from flash_numba.bench.shapes import FULL, GRADIENT, GRADIENT_SETS, SETS, SHORT, Shape
 from flash_numba.cpu.simd import TILE
 
 SMALL = Shape("small", 2, 6, 2, 5, 9, 4, False)
@@ -41,19 +41,24 @@ TINY = shapes.square(1, 1, 16, 64)[0]
 # --- shapes
 
 
-@pytest.mark.parametrize("shape", {shape for shapes in SETS.values() for shape in shapes}, ids=lambda shape: shape.name)
+ALL = {shape for shapes in (*SETS.values(), *GRADIENT_SETS.values()) for shape in shapes}
+
+
+@pytest.mark.parametrize("shape", ALL, ids=lambda shape: shape.name)
 def test_shapes_are_well_formed(shape):
     assert min(shape[1:7]) >= 1
     assert shape.H % shape.H_kv == 0
-    assert shape.causal == shape.name.endswith("-causal")
+    assert shape.causal == shape.name.removesuffix("-grad").endswith("-causal")
+    assert shape.gradient == shape.name.endswith("-grad")
     assert shape.decoding == shape.name.startswith("decode-")
 
 
 def test_shape_names_are_unique_and_ci_measures_some_of_all():
-    names = [shape.name for shape in FULL]
+    names = [shape.name for shape in (*FULL, *GRADIENT)]
     assert len(set(names)) == len(names)
     assert set(SHORT) < set(FULL)
-    assert set(SETS) == {member.value for member in cli.Shapes}
+    assert {*SETS, *GRADIENT_SETS} == {member.value for member in cli.Shapes}
+    assert not any(shape.gradient for shapes in SETS.values() for shape in shapes)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in FULL if not shape.causal], ids=lambda shape: shape.name)
@@ -77,6 +82,11 @@ def test_causal_flops_follow_the_visible_area(rows, keys):
     assert shape.flops == 4 * 2 * 3 * 8 * area
 
 
+def test_a_gradient_takes_five_products_more():
+    for shape in GRADIENT:
+        assert 2 * shape.flops == 7 * shape._replace(gradient=False).flops
+
+
 def test_inputs_fit_the_shape():
     for dtype in shapes.DTYPES.values():
         q, k, v = SMALL.inputs(dtype)
@@ -85,6 +95,13 @@ def test_inputs_fit_the_shape():
         assert q.dtype == k.dtype == v.dtype == dtype
         assert SMALL.kv_bytes(dtype) == k.nbytes + v.nbytes
         assert SMALL.bytes(dtype) == 2 * q.nbytes + k.nbytes + v.nbytes
+        dout = SMALL.dout(dtype)
+        assert dout.shape == q.shape
+        assert dout.dtype == dtype
+        assert (dout != q).any()
+        assert SMALL.result_bytes(dtype) == dout.nbytes
+        with_gradient = SMALL._replace(gradient=True).result_bytes(dtype)
+        assert with_gradient == dout.nbytes + 4 * 2 * 6 * 5 + q.nbytes + k.nbytes + v.nbytes
 
 
 @pytest.mark.parametrize("shape", FULL, ids=lambda shape: shape.name)
@@ -110,6 +127,17 @@ def test_baselines_agree_with_the_oracle(attend, causal):
         np.testing.assert_allclose(attend(q, k, v, causal), expected, rtol=0, atol=1e-13)
         for x, copy in zip((q, k, v), before, strict=True):
             np.testing.assert_array_equal(x, copy)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradient_baseline_agrees_with_the_oracle(causal):
+    for shape in (SMALL, Shape("", 1, 4, 4, 70, 600, 16, causal)):
+        q, k, v = shape.inputs(np.float64)
+        dout = shape.dout(np.float64)
+        out, lse = reference.attention(q, k, v, causal=causal, return_lse=True)
+        exact = reference.attention_grad(dout, q, k, v, out, lse, causal=causal)
+        for dx, want in zip(baselines.one_shot_grad(q, k, v, dout, causal), exact, strict=False):
+            np.testing.assert_allclose(dx, want, rtol=0, atol=1e-13)
 
 
 # --- ceilings
@@ -243,6 +271,13 @@ def test_libraries_compute_attention(name):
     assert version
     for shape, dtype in itertools.product((SMALL, TINY, shapes.decode(1, 4, 2, 33, 8)), ("float32", "float64")):
         assert worker.check(prepare, shape, dtype) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["flash_numba", "numpy"])
+def test_libraries_compute_gradients(name):
+    _, prepare = peers.LIBRARIES[name](1)
+    for shape, dtype in itertools.product((SMALL, TINY), ("float32", "float64")):
+        assert worker.check(prepare, shape._replace(gradient=True), dtype) < 1e-5
 
 
 def test_numpy_refuses_16_bits():
@@ -642,7 +677,8 @@ def test_peers_are_chosen_by_name():
 
 def test_problems_are_chosen_by_set_dtype_and_mask():
     both = command.chosen_problems("full", ["float32", "float16"], None)
-    assert both == [(shape, dtype) for dtype in ("float32", "float16") for shape in FULL]
+    assert both == [(shape, dtype) for dtype in ("float32", "float16") for shape in (*FULL, *GRADIENT)]
+    assert command.chosen_problems("gradient", ["float32"], None) == [(shape, "float32") for shape in GRADIENT]
     causal = command.chosen_problems("full", ["float32"], True)
     assert {shape.causal or shape.decoding for shape, _ in causal} == {True}
     assert command.chosen_problems("decode", ["float32"], True)
@@ -689,12 +725,13 @@ def measured(monkeypatch):
 
 def test_defaults_follow_what_is_asked_for(measured, tmp_path):
     assert bench().exit_code == 0
-    assert measured["problems"] == [(shape, "float32") for shape in shapes.MAIN]
+    assert measured["problems"] == [(shape, "float32") for shape in (*shapes.MAIN, *GRADIENT)]
     assert measured["names"] == list(peers.PEERS)
     assert measured["effort"] == command.FULL
     assert measured["effort"].rounds >= 7
     assert bench("--quick", "--dtype", "float16", "--dtype", "bfloat16", "--rounds", 2).exit_code == 0
-    assert measured["problems"] == [(shape, dtype) for dtype in ("float16", "bfloat16") for shape in SHORT]
+    quick = (*SHORT, *GRADIENT_SETS["short"])
+    assert measured["problems"] == [(shape, dtype) for dtype in ("float16", "bfloat16") for shape in quick]
     assert measured["effort"].rounds == 2
     assert measured["passive"]
     assert bench("--spin").exit_code == 0

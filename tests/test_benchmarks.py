@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flash_numba
-from benchmarks import ceilings, limits, processes, report, rules, table, targets, verdicts
+from benchmarks import ceilings, cuda, gpu, gradients, limits, processes, report, rules, table, targets, verdicts
 from benchmarks.verdicts import Result, Timed
 from flash_numba.bench import driver, peers, shapes
 from flash_numba.bench.driver import Measurement, Report
@@ -18,7 +18,10 @@ from flash_numba.bench.driver import Measurement, Report
 # --- the table
 
 
-def recorded(no_cuda):
+GPU_FIGURES = {"device": "A GPU", "date": "2026-12-01", "commit": "0123456789ab", "rows": {"1x8x1024x64 float32": 9e-5}}
+
+
+def recorded(no_cuda, figures=None):
     """What pytest-benchmark writes, as far as the table reads it."""
 
     def entry(shape, dtype, backend, seconds, gflops, share):
@@ -27,6 +30,7 @@ def recorded(no_cuda):
 
     about = {"cpu": "A CPU", "llvm_cpu": "znver3", "cores": 2, "simd": ["avx2", "fma"]}
     versions = {"python": "3.13.1", "numba": "0.68.0", "numpy": "2.4.0", "no_cuda": no_cuda}
+    versions |= {"gpu": None if no_cuda else "A GPU", "recorded": figures}
     entries = [
         entry("1x8x1024x64", "float32", "NumPy one-shot", 0.0432, 12.4, 0.0681),
         entry("1x8x1024x64", "float32", "CPU serial", 0.0072, 74.6, 0.8105),
@@ -43,16 +47,23 @@ def test_detail_gives_time_speed_share_and_ratio():
     assert [len(row) for row in rows] == [len(table.DETAIL_HEADINGS)] * 6
     assert rows[0] == ["1x8x1024x64", "float32", "NumPy one-shot", "43.2", "12.4", "7 %", "1.00x"]
     assert rows[2] == ["1x8x1024x64", "float32", "CPU parallel", "3.600", "149.1", "82 %", "12.00x"]
-    assert rows[3] == ["1x8x1024x64", "float32", "CUDA", "no GPU", "", "", ""]
+    assert rows[3] == ["1x8x1024x64", "float32", "CUDA", "not measured", "", "", ""]
     assert rows[4] == ["1x8x1024x64", "bfloat16", "CPU parallel", "0.0400", "141.2", "77 %", ""]
 
 
 def test_side_by_side_has_a_cuda_column_without_a_gpu():
     headings, rows = table.side_by_side(recorded("no GPU: the CUDA driver finds no device"))
     assert headings[2:] == ["NumPy one-shot, ms", "CPU serial, ms", "CPU parallel, ms", "CUDA, ms"]
-    assert [row[-1] for row in rows] == ["no GPU", "no GPU"]
+    assert [row[-1] for row in rows] == ["not measured", "not measured"]
     assert rows[0][2:5] == ["43.2", "7.200", "3.600"]
     assert rows[1][2:5] == ["", "", "0.0400"]
+
+
+def test_without_a_gpu_recorded_figures_stand_there_marked():
+    report = recorded("no GPU: the CUDA driver finds no device", GPU_FIGURES)
+    assert [row[-1] for row in table.side_by_side(report)[1]] == ["0.0900 (recorded)", "not measured"]
+    assert [row[3] for row in table.detail(report) if row[2] == "CUDA"] == ["0.0900 (recorded)", "not measured"]
+    assert "recorded on A GPU, 2026-12-01, commit 0123456789ab" in table.about(report)
 
 
 def test_side_by_side_with_a_gpu():
@@ -67,7 +78,7 @@ def test_table_prints_what_ci_shows(tmp_path, capsys, options):
     path.write_text(json.dumps(recorded("no GPU: the CUDA driver finds no device")))
     table.main([str(path), *options])
     printed = capsys.readouterr().out
-    for words in ("A CPU (znver3), 2 cores", "1x8x1024x64", "CPU parallel", "12.00x", "82 %", "no GPU"):
+    for words in ("A CPU (znver3), 2 cores", "1x8x1024x64", "CPU parallel", "12.00x", "82 %", "not measured"):
         assert words in printed
 
 
@@ -353,6 +364,46 @@ def test_errors_are_compared_on_the_worst_shape():
     assert refused.note == "torch: no such format"
 
 
+# --- gradients
+
+
+def test_gradients_are_set_against_the_peak(monkeypatch):
+    small = shapes.with_gradient(*shapes.square(1, 1, 32, 8))
+    monkeypatch.setattr(gradients, "GRADIENT", small)
+
+    def in_turn(calls, rounds, threads):
+        assert len([call() for call in calls.values()]) == 2
+        return Timed({name: [1e-6, 2e-6, 3e-6] for name in calls}, [1.0, 1.0, 1.0], "")
+
+    monkeypatch.setattr(gradients, "in_turn", in_turn)
+    plain, causal = gradients.speed(3)
+    assert plain.value == pytest.approx(100 * 2.5 * 4 * 32 * 32 * 8 * 1e-9 / 2e-6)
+    assert causal.value == pytest.approx(plain.value / 2)
+    assert (plain.target, causal.target) == (62, 52)
+
+
+def test_long_gradients_have_a_target_of_their_own(monkeypatch):
+    def measured(problems, dtypes, rounds, peers):
+        assert peers == ["torch"]
+        return [Measurement(shape, "float32", {"flash_numba": [1.0], "torch": [1.5]}) for shape in problems]
+
+    monkeypatch.setattr(limits, "measured", measured)
+    rows = gradients.over_torch(2)
+    assert [row.target for row in rows] == [1.3] * 6 + [1.8] * 2
+    assert [row.verdict for row in rows] == ["met"] * 6 + ["missed"] * 2
+    monkeypatch.setattr(limits, "measured", lambda *args, **peers: Result("no figure", None, "", None, True, "busy"))
+    assert gradients.over_torch(2)[0].note == "busy"
+
+
+def test_gradients_are_told_apart_by_their_digests(monkeypatch):
+    cases = [(shape, dtype) for shape in shapes.square(2, 2, 40, 8) for dtype in ("float32", "bfloat16")]
+    monkeypatch.setattr(gradients, "bit_cases", lambda: cases)
+    once = gradients.digests()
+    assert once == gradients.digests()
+    assert len(set(once)) == len(cases)
+    assert limits.errors_in("float32", Erring(1.5), Erring(1.0), gradients.ERROR_SHAPES, "error", 2.0)[0].met
+
+
 # --- fresh processes
 
 
@@ -367,7 +418,8 @@ def test_a_fresh_process_prints_its_figures():
 
 
 def test_what_fresh_processes_run_is_python():
-    for code in (processes.PEAK_MEMORY, processes.NUMBA_START, processes.FURTHER_DTYPES):
+    codes = (processes.PEAK_MEMORY, processes.GRADIENT_PEAK_MEMORY, processes.NUMBA_START, processes.FURTHER_DTYPES)
+    for code in (*codes, gradients.DIGESTS):
         compile(code, "code", "exec")
     compile(processes.FIRST_CALL.format(shape=(1, 1, 1, 1)), "code", "exec")
 
@@ -465,3 +517,59 @@ def test_a_report_is_measured_from_end_to_end(tmp_path, monkeypatch):
     assert "| 1x1x16x64 | float32 |" in text
     assert "(docs/speed.png)" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# --- the GPU's figures
+
+
+def test_the_readme_says_what_is_recorded_of_the_gpu(tmp_path):
+    """What stands in README comes from the file of figures, or says that there are none."""
+    readme = (gpu.ROOT / "README.md").read_text()
+    assert f"{gpu.BEGIN}\n{gpu.section(cuda.recorded())}\n{gpu.END}" in readme
+    assert "not measured yet" in gpu.section(None)
+    copy = tmp_path / "README.md"
+    copy.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
+    gpu.main(["--readme-only", "--readme", str(copy), "--json", str(tmp_path / "none.json")])
+    assert copy.read_text() == f"before\n{gpu.BEGIN}\n{gpu.section(None)}\n{gpu.END}\nafter\n"
+
+
+def gpu_figures(torch):
+    """Figures as `benchmarks.gpu` writes them, of round numbers."""
+
+    def timed(shape, tokens, seconds, theirs):
+        return {"shape": shape, "kernel": "tensor-core", "dim": 128, "tokens": tokens, "seconds": seconds,
+                "torch_seconds": theirs, "flops": 4e11, "bytes": 2e9}  # fmt: skip
+
+    return {
+        "device": "A GPU", "cuda": "driver for CUDA 13.0", "torch": torch,
+        "date": "2026-12-01", "commit": "0123456789ab",
+        "conformance": {"passed": 1200, "left_out": 0, "kernels": {}},
+        "limits": {"float32_flops": 5e13, "mma_flops": 8e14, "read_bytes": 4e12},
+        "forward": [timed("4x16x4096x128", 4096, 1e-3, 9e-4 if torch else None),
+                    timed("32x16x512x128", 512, 1e-3, 5e-4 if torch else None)],
+        "decode": [timed("decode-1x32/8x131072x128", 131072, 1e-3, None)],
+        "tile": [timed("1x16x4096x128", 4096, 2e-2, None)],
+        "overhead": {"launch": 4e-6} | ({"torch_tensors": 1.2e-5} if torch else {}),
+        "rows": {},
+    }  # fmt: skip
+
+
+def test_the_gpus_section_has_speed_shares_ratios_and_verdicts():
+    text = gpu.section(gpu_figures("2.11.0"))
+    for words in (
+        "Measured on 2026-12-01 at commit 0123456789ab: A GPU", "1200 conformance cases",
+        "against torch 2.11.0",
+        "| 4x16x4096x128 | tensor-core | 1.000 | 400 | 50 % | 444 | 0.90x |",
+        "| 1x32/8x131072x128 |", "| 2000 | 50 % |",
+        "at least 0.90x torch (target 0.9x)", "at least 40 % of the FMA peak (target 35 %)", "12.0 us a call",
+    ):  # fmt: skip
+        assert words in text, words
+    alone = gpu.section(gpu_figures(None))
+    assert "4.0 us a call" in alone
+    assert "x torch" not in alone
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(gpu, "why_no_cuda", lambda: "no GPU: none here")
+    with pytest.raises(SystemExit, match=r"no GPU: none here\. GPU figures: "):
+        gpu.main([])

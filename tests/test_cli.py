@@ -314,7 +314,7 @@ def test_check_reports_every_case():
     assert report["ok"]
     assert report["seed"] == 0
     rows = report["measurements"]
-    assert len(rows) == 2 * 2 * 2 * 2
+    assert len(rows) == 2 * 2 * 2 * len(check.COMPARISONS)
     assert {(row["comparison"], row["dtype"], row["keys"], row["logits"]) for row in rows} == {
         (comparison, dtype, size, logits)
         for comparison in check.COMPARISONS
@@ -328,7 +328,7 @@ def test_check_reports_every_case():
 def test_check_prints_a_table():
     result = invoke("check", "--size", "20", "--head-dim", "16", "--seed", "5")
     assert result.exit_code == 0
-    for word in ("float64", "bfloat16", "online", "kernel", "head_dim 16", "seed 5", "within their bands"):
+    for word in ("float64", "bfloat16", "online", "kernel", "dk", "head_dim 16", "seed 5", "within their bands"):
         assert word in result.stdout
     assert "…" not in result.stdout
 
@@ -343,10 +343,10 @@ def test_check_fails_when_a_band_is_broken(monkeypatch):
     result = invoke("check", "--size", "20", "--dtype", "float32")
     assert result.exit_code == 1
     assert "BROKEN" in result.stdout
-    assert "2 of 4 lines" in result.stdout
+    assert "2 of 10 lines" in result.stdout
     result = invoke("check", "--size", "20", "--dtype", "float32", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert not report["ok"]
-    assert [row["ok"] for row in report["measurements"]] == [True, False, True, False]
+    assert [row["ok"] for row in report["measurements"]] == 2 * [True, False, True, True, True]
     assert report["measurements"][1]["abs_max"] is None

@@ -1,0 +1,92 @@
+"""Machine code of kernels, from disk where another process has compiled them (`disk_cache.py`).
+
+Numba's own cache misses for kernels that are made by a function or hold intrinsics. Here a cubin lies under the digest
+of every source file that it is made of, the versions, the compute capability and the name of the specialisation.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import disk_cache
+from ..places import BackendError
+from .compile import ENTRY, Kernel, architecture, assemble, to_ptx
+from .driver import version_of
+
+SOURCES = (*disk_cache.FORMULAS, "gpu/*.py")
+COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink")
+COMPILERS_12 = ("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12")  # as they were packaged for CUDA 12
+
+
+def digest() -> str:
+    """Of the sources that kernels are compiled from, and of everything else that changes the code."""
+    facts = [*map(version_of, COMPILERS + COMPILERS_12), np.__version__, sys.version_info[:2]]
+    return disk_cache.digest_of(Path(__file__).parent.parent, SOURCES, facts)
+
+
+def machine_code(kernel: Kernel, cc: tuple[int, int]) -> tuple[bytes, str]:
+    """The kernel for a compute capability, and what it is called there."""
+    folder = disk_cache.private_folder()
+    path = folder and folder / disk_cache.file_name(f"{kernel.name}_{architecture(cc)}", digest(), kernel.name, cc)
+    cubin = disk_cache.load(path) if path else None
+    if path and cubin is not None:
+        disk_cache.log.append(f"loaded {path.name}")
+        return cubin, ENTRY
+    cubin = to_cubin(to_ptx(kernel, cc), cc)
+    if path:
+        try:
+            disk_cache.save(path, cubin)
+        except OSError as error:
+            disk_cache.log.append(f"not saved {path.name}: {error!r}")
+    return cubin, ENTRY
+
+
+def to_cubin(ptx: str, cc: tuple[int, int]) -> bytes:
+    """Assemble by what there is: nvJitLink, which the extras bring along, or ptxas.
+
+    Not by the driver, which refuses PTX of a CUDA that is newer than itself, while it runs machine code from any of its
+    major version.
+    """
+    try:
+        return link(ptx, cc)
+    except RuntimeError as error:
+        by_link = " ".join(str(error).split())
+    try:
+        return assemble(ptx, cc).cubin
+    except RuntimeError as error:
+        by_ptxas = " ".join(str(error).split())
+    raise BackendError(
+        "nothing assembles PTX: pip install nvidia-nvjitlink (CUDA 13) or nvidia-nvjitlink-cu12, no older than NVVM "
+        f"({by_link}; {by_ptxas})"
+    )
+
+
+def link(ptx: str, cc: tuple[int, int]) -> bytes:
+    """By nvJitLink. RuntimeError where it is missing or refuses."""
+    try:
+        from cuda.bindings import nvjitlink
+    except ImportError as error:
+        raise RuntimeError(f"no cuda-bindings: {error}") from None
+    code = ptx.encode()
+    handle = None
+    try:
+        handle = nvjitlink.create(1, [f"-arch={architecture(cc)}"])
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, code, len(code), "kernel")
+        nvjitlink.complete(handle)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, cubin)
+        return bytes(cubin)
+    except Exception as error:  # its own, or cuda-pathfinder's where the library is missing
+        said = log_of(nvjitlink, handle) if handle is not None else ""
+        raise RuntimeError(f"nvJitLink: {str(error).partition(chr(10))[0]} {said}") from None
+    finally:
+        if handle is not None:
+            nvjitlink.destroy(handle)
+
+
+def log_of(nvjitlink: Any, handle: int) -> str:
+    text = bytearray(nvjitlink.get_error_log_size(handle))
+    nvjitlink.get_error_log(handle, text)
+    return text.decode(errors="replace").strip("\0 \n")
