@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import llvmlite.binding as llvm
 import pytest
+import test_gradient
 from cases import CASES, DTYPES, FLOAT64, RULE_CASES
 
 from flash_numba.cpu.simd import RegisterTile, choose_register_tile
@@ -137,7 +139,20 @@ def loops(assembly):
                 yield Loop(function, tuple(lines[: ends[-1] + 1]))
 
 
-PRODUCTS = {"forward": ("multiply_keys", "add_values"), "decode": ("add_values",)}
+PRODUCTS = {
+    "forward": ("multiply_keys", "add_values"),
+    "decode": ("add_values",),
+    "backward": ("multiply_keys", "add_to_key_tile", "add_to_query_tile"),
+}
+
+
+def sums_of(tile, function):
+    """How many sums the loops of a product keep. Along the head dimension, as many registers as divide it well."""
+    if function.endswith("_tile"):
+        return tile.rows * (1 << (tile.vectors.bit_length() - 1))
+    return tile.rows * tile.vectors
+
+
 STACK = re.compile(r"%rsp|\[sp|of the stack")
 
 
@@ -147,8 +162,8 @@ def test_products_stay_in_wide_registers(cpu, kernel):
     """The loops over k with a full tile of sums: nothing but wide FMAs, on enough registers, none of them spilled."""
     target = TARGETS[cpu]
     tile, assembly = target.tile, assembly_for(target, kernel)
-    sums = tile.rows * tile.vectors if kernel == "forward" else 8
     for function in PRODUCTS[kernel]:
+        sums = 8 if kernel == "decode" else sums_of(tile, function)
         full = [x for x in loops(assembly) if x.function.endswith(function)]
         full = [x for x in full if len(x.multiplications) >= 2 * sums]  # two steps a turn
         assert full, f"{function} has no loop of {sums} sums"
@@ -159,7 +174,8 @@ def test_products_stay_in_wide_registers(cpu, kernel):
             assert all(re.search(LANES[tile.bits], line) for line in loop.multiplications), code
             # without FMA a product takes a register of its own, which 16 don't always have
             assert len(loop.where(STACK)) <= (0 if tile.fma else count / 4), code
-            if kernel == "forward":  # on ARM a broadcast takes the place of an FMA; multiplying "by element" is free
+            # on ARM a broadcast takes the place of an FMA; multiplying "by element" is free
+            if kernel == "forward":
                 assert len(loop.where(r"^(ld1r|dup)")) <= count / 16, code
 
 
@@ -175,9 +191,11 @@ def test_no_operation_becomes_a_library_call(target, kernel):
 def test_float32_stays_float32(target, kernel):
     """A literal that Numba takes for a float64 would double the time of what it meets."""
     assembly = assembly_for(target, kernel)
-    inner = {"forward": "scores_to_weights", "decode": "weigh_row"}[kernel]
-    checked = [code for name, code in functions(assembly) if name.endswith((inner, *PRODUCTS[kernel]))]
-    assert len(checked) == 1 + len(PRODUCTS[kernel])
+    inner = {"forward": "scores_to_weights", "decode": "weigh_row", "backward": "score_gradients"}[kernel]
+    products = tuple(PRODUCTS[kernel])
+    checked = [code for name, code in functions(assembly) if name.endswith((inner, *products))]
+    formats = 2 + target.tile.half if kernel == "decode" else 1  # a stage for each that is read as it is stored
+    assert len(checked) == 1 + len(products) * formats
     for code in checked:
         assert len(MULTIPLY.findall(code)) >= 6
         assert not DOUBLE.findall(code), code
@@ -208,13 +226,18 @@ def compact_cases():
     names += [f"nan-{place}-{dtype}" for place in ("v300", "hidden") for dtype in DTYPES]
     known = {case.name for case in CASES}
     assert known.issuperset(names)
-    yield from (f"test_case[{name}]" for name in names)
-    met = set()
+    rule_names, met = [], set()
     for case in RULE_CASES:
         new = {(rule, case.dtype == FLOAT64) for rule in case.about} - met
         if new:
             met |= new
-            yield f"test_rule_case[{case.name}]"
+            rule_names.append(case.name)
+    yield from (f"tests/test_conformance.py::TestCpu::test_case[{name}]" for name in names)
+    yield from (f"tests/test_conformance.py::TestCpu::test_rule_case[{name}]" for name in rule_names)
+    affordable = [case.name for case in test_gradient.GRADIENT_CASES if case.cost <= test_gradient.TestCpu.max_cost]
+    differentiated = {name for name, count in Counter(affordable).items() if count == 1}  # pytest numbers the others
+    in_float32 = [name for name in (*names, *rule_names) if name in differentiated and "float64" not in name]
+    yield from (f"tests/test_gradient.py::TestCpu::test_case[{name}]" for name in in_float32)
 
 
 @pytest.mark.skipif(not llvm.get_process_triple().startswith("x86_64"), reason="runs x86-64 code")
@@ -240,7 +263,7 @@ def test_lesser_cpu_conforms(cpu, tmp_path):
 
     tile = choose_register_tile(LINUX_X86, features)
     assert run("-c", "from flash_numba.cpu.simd import TILE; print(tuple(TILE))").strip() == str(tuple(tile))
-    ids = [f"tests/test_conformance.py::TestCpu::{name}" for name in compact_cases()]
+    ids = list(compact_cases())
     formats = ["tests/test_one_source.py", "-k", "TestCpu or exp2 or 16_bit"]
     out = run("-m", "pytest", "-W", "error", *ids, *formats)
     assert int(re.search(r"(\d+) passed", out)[1]) > len(ids)

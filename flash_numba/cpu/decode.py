@@ -19,10 +19,10 @@ from numba import njit
 
 from .. import dropout, ops, recurrence, scores
 from ..dtypes import BOOL
-from . import simd
 from .compile import HELPER, STAGE
 from .forward import each_item, of_head, operands
-from .plan import CANCEL
+from .plan import CANCEL, LINE, ROWS
+from .products import add_values_of_block, load_padded, multiply_keys_of_block
 from .rows import all_finite, fetch_row, in_place, saturated, write_row
 from .rules import apply_term, hidden_value, scan_bias, softcap_scores
 from .simd import (
@@ -37,7 +37,6 @@ from .simd import (
     prefetch,
     read_flag,
     real,
-    register_width,
     row_numbers,
     scalar,
     store,
@@ -46,39 +45,7 @@ from .simd import (
     top_of_lanes,
 )
 
-# A step's query rows by registers of columns; a single row has LONG of them. With 16 registers, 4 x 4 would spill.
-ROWS, WIDE, LONG = 4 if simd.TILE.rows * simd.TILE.vectors >= 16 else 2, 4, 8
-value_step = simd.product_step(ROWS, WIDE, across=False, blend="rows")
-value_step_narrow = simd.product_step(ROWS, 1, across=False, blend="rows")
-value_step_long = simd.product_step(1, LONG, across=False, blend="rows")
-dot_products, dot_products_in_order = simd.dot_step(False), simd.dot_step(True)
-value_step_half = simd.product_step(1, WIDE, across=False, blend="rows")
-value_step_1 = simd.product_step(1, 1, across=False, blend="rows")
-
-
 # -- load --------------------------------------------------------------------------------------------------------------
-
-
-@njit(**STAGE)
-def load_padded(block, address, rows, row_stride, column_stride, code, columns, padded):
-    """Rows at an address into a block, each filled up with zeros to a whole number of registers."""
-    if columns == padded and row_stride == columns * column_stride:  # one long row
-        fetch_row(block, rows * columns, address, column_stride, code)
-        return
-    for j in range(rows):
-        row = move(block, j * padded)
-        fetch_row(row, columns, address + j * row_stride, column_stride, code)
-        for c in range(columns, padded):
-            row[c] = 0
-
-
-@njit(**HELPER)
-def load_whole(block, address, rows, row_stride, column_stride, code, columns, padded):
-    """Rows of K or V in whole registers: `(pointer, elements from row to row)`, in place where they are so anyway."""
-    if columns == padded and in_place(block, address, row_stride, column_stride, code):
-        return pointer_like(block, address), row_stride // itemsize(block)
-    load_padded(block, address, rows, row_stride, column_stride, code, columns, padded)
-    return block, padded
 
 
 @njit(**STAGE)
@@ -95,39 +62,6 @@ def load_row_term(term, address, keys, stride, code):
 
 
 # -- score -------------------------------------------------------------------------------------------------------------
-
-
-@njit(**HELPER)
-def prefetch_rows(address, first, last, stride, size):
-    """Ask for `size` bytes of the rows first to last, `stride` bytes apart."""
-    for j in range(first, last):
-        for byte in range(0, size, 64):
-            prefetch(address + j * stride + byte)
-
-
-@njit(**STAGE)
-def multiply_keys(s, s_stride, k, k_stride, q, rows, keys, dim, next_k, next_v, next_keys, strides, sizes):
-    """S[row, key] = sum_t Q[row, t] K[key, t], a register of keys at a time for all rows, while the keys are in cache.
-
-    The first row reads them in the order of memory, which the CPU's own prefetcher follows. `next_keys` rows of the
-    next block are asked for meanwhile: of use to formats that are converted, 1.2x, a hindrance to those read in place.
-    """
-    n = register_width(s)
-    for j in range(0, keys - n + 1, n):
-        prefetch_rows(next_k, j, min(j + n, next_keys), strides[0], sizes[0])
-        prefetch_rows(next_v, j, min(j + n, next_keys), strides[1], sizes[1])
-        dot_products_in_order(move(s, j), move(k, j * k_stride), k_stride, q, dim)
-        for r in range(1, rows):
-            dot_products(move(s, r * s_stride + j), move(k, j * k_stride), k_stride, move(q, r * dim), dim)
-    rest = keys % n
-    if rest != 0 and keys >= n:  # the last register's worth, computing some again
-        j = keys - n
-        for r in range(rows):
-            dot_products(move(s, r * s_stride + j), move(k, j * k_stride), k_stride, move(q, r * dim), dim)
-    elif rest != 0:
-        for r in range(rows):  # stride 0: every lane the same key
-            for j in range(keys):
-                dot_products(move(s, r * s_stride + j), move(k, j * k_stride), 0, move(q, r * dim), dim)
 
 
 @njit(**STAGE)
@@ -148,8 +82,11 @@ def hide_row(s, tiles, first, last):
 
 
 @njit(**STAGE)
-def weigh_row(s, tiles, m, l):
-    """Scores to weights in place: `(m, l, alpha)` brought to the new reference."""
+def weigh_row(s, tiles, m, l, v, v_row, v_bytes):
+    """Scores to weights in place: `(m, l, alpha)` brought to the new reference.
+
+    Memory would be idle meanwhile, so each tile asks for the `v_bytes` of a row of V, `v_row` bytes apart from v on.
+    """
     top = load(s, 0)
     for t in range(1, tiles):
         top = ops.maximum(top, load(s, t))
@@ -157,6 +94,8 @@ def weigh_row(s, tiles, m, l):
     ref = real(s, scalar(ref))
     total = lanes_of(s, 0.0)
     for t in range(tiles):
+        for byte in range(0, v_bytes, LINE):
+            prefetch(v + t * v_row + byte)
         w = recurrence.weight(load(s, t), ref)
         store(w, s, t)
         total = total + w
@@ -178,34 +117,6 @@ def drop_row(s, tiles, i, key_index, h, b, round_keys, threshold, factor):
 
 
 # -- recur -------------------------------------------------------------------------------------------------------------
-
-
-@njit(**STAGE)
-def add_values(o, o_stride, alpha, v, v_stride, s, s_stride, rows, keys):
-    """O[row, c] = alpha[row] O[row, c] + sum_j P[row, j] V[j, c]"""
-    n = register_width(o)
-    r = 0
-    while r + ROWS <= rows:
-        to, p, a, c = move(o, r * o_stride), move(s, r * s_stride), move(alpha, r), 0
-        while c + WIDE * n <= o_stride:
-            value_step(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
-            c += WIDE * n
-        while c < o_stride:
-            value_step_narrow(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
-            c += n
-        r += ROWS
-    while r < rows:
-        to, p, a, c = move(o, r * o_stride), move(s, r * s_stride), move(alpha, r), 0
-        while c + LONG * n <= o_stride:
-            value_step_long(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
-            c += LONG * n
-        while c + WIDE * n <= o_stride:
-            value_step_half(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
-            c += WIDE * n
-        while c < o_stride:
-            value_step_1(move(to, c), o_stride, p, s_stride, move(v, c), v_stride, keys, a)
-            c += n
-        r += 1
 
 
 @njit(**STAGE)
@@ -272,6 +183,8 @@ def attend_share(p, plan, item, scratch, control):
         for d in range(dim):
             q[r * dim + d] *= scale
         m[r], l[r] = -inf, 0
+    for d in range(rows * dim, plan.query_rows * dim):
+        q[d] = 0
     for c in range(rows * o_stride):
         o[c] = 0
 
@@ -301,16 +214,9 @@ def attend_share(p, plan, item, scratch, control):
             kept = kept | row_kept
         if not kept:
             continue
-        k, k_stride = load_whole(k_block, k_at + j0 * p.k_row, n, p.k_row, p.k_column, p.k_format, p.dim, dim)
-        v_from = v_at + j0 * p.v_row
-        v, v_stride = load_whole(v_block, v_from, n, p.v_row, p.v_column, p.v_format, p.value_dim, o_stride)
-
-        multiply_keys(
-            s, s_stride, k, k_stride, q, rows, n, dim, k_at + j1 * p.k_row, v_at + j1 * p.v_row,
-            0 if in_place(k, k_at, p.k_row, p.k_column, p.k_format) else min(plan.block_k, stop - j1),
-            (p.k_row, p.v_row),
-            (p.dim * p.k_column, p.value_dim * p.v_column),
-        )  # fmt: skip
+        multiply_keys_of_block(
+            s, s_stride, k_block, k_at + j0 * p.k_row, p.k_row, p.k_column, p.k_format, q, rows, n, p.dim, dim
+        )
         for r in range(rows):
             row, h, i = move(s, r * s_stride), h0 + r // p.queries, r % p.queries
             if p.softcap != 0.0:
@@ -330,11 +236,17 @@ def attend_share(p, plan, item, scratch, control):
             if first > 0 or last < n - 1:
                 hides = True
                 hide_row(row, tiles, first, last)
-            m[r], l[r], alpha[r] = weigh_row(row, tiles, m[r], l[r])
+            at = v_at + (j0 + r % ROWS * tiles) * p.v_row
+            m[r], l[r], alpha[r] = weigh_row(row, tiles, m[r], l[r], at, p.v_row, p.value_dim * p.v_column)
             if p.keep_factor != 0.0:
                 at = p.key_index + j0
                 drop_row(row, tiles, row_index + i, at, h, b, p.round_keys, p.drop_below, p.keep_factor)
 
+        v_from, v, v_stride = v_at + j0 * p.v_row, v_block, o_stride
+        if hides and in_place(v, v_from, p.v_row, p.v_column, p.v_format):
+            v, v_stride = pointer_like(v, v_from), p.v_row // size
+        elif hides:
+            load_padded(v, v_from, n, p.v_row, p.v_column, p.v_format, p.value_dim, o_stride)
         if hides and not all_finite(v, n, p.value_dim, v_stride):
             for r in range(rows):
                 i = r % p.queries
@@ -347,7 +259,9 @@ def attend_share(p, plan, item, scratch, control):
                     (p.bias_format, p.mask_format),
                 )  # fmt: skip
         else:
-            add_values(o, o_stride, alpha, v, v_stride, s, s_stride, rows, n)
+            add_values_of_block(
+                o, alpha, v_block, v_from, p.v_row, p.v_column, p.v_format, s, s_stride, rows, n, p.value_dim, o_stride
+            )
 
     if not alone:
         if finish_ticket(plan.finished + g * 8) != plan.shares - 1:

@@ -104,18 +104,20 @@ def of_head(address, batch_stride, head_stride, b, h, default):
 def load_queries(q, staging, address, rows, row_stride, column_stride, code, dim, scale):
     """Query rows at an address into q, as (register tile, dim, row) and scaled; lanes without a row get 0."""
     width = tile_width(q)
+    factor = lanes_of(q, scale)
     for first in range(0, rows, width):
-        own = min(width, rows - first)
-        for r in range(width):
-            row = move(staging, r * dim)
-            if r < own:
-                fetch_row(row, dim, address + (first + r) * row_stride, column_stride, code)
-                for d in range(dim):
-                    row[d] *= scale
-            else:
-                for d in range(dim):
-                    row[d] = 0
-        transpose(move(q, first * dim), width, staging, dim, width, dim)
+        own, at = min(width, rows - first), address + first * row_stride
+        tile, source, stride = move(q, first * dim), staging, dim
+        if own == width and in_place(q, at, row_stride, column_stride, code):
+            source, stride = pointer_like(q, at), row_stride // itemsize(q)
+        else:
+            for r in range(own):
+                fetch_row(move(staging, r * dim), dim, at + r * row_stride, column_stride, code)
+            for d in range(own * dim, width * dim):
+                staging[d] = 0
+        transpose(tile, width, source, stride, width, dim)
+        for d in range(dim):
+            store(load(tile, d) * factor, tile, d)
 
 
 @njit(**STAGE)
@@ -233,13 +235,16 @@ def write_rows(o, m, l, staging, finals, rows, value_dim, out, row_stride, colum
     store(row_lse, finals, 0)
     store(factor * real(m, v_scale), finals, 1)
     lse_out = pointer_like(o, lse)
-    transpose(staging, value_dim, o, width, value_dim, rows)
+    direct = in_place(o, out, row_stride, column_stride, code)
+    to, stride = (pointer_like(o, out), row_stride // itemsize(o)) if direct else (staging, value_dim)
+    transpose(to, stride, o, width, value_dim, rows)
     for r in range(rows):
         lse_out[r] = finals[r]
-        row, factor = move(staging, r * value_dim), finals[width + r]
+        row, factor = move(to, r * stride), finals[width + r]
         for c in range(value_dim):
             row[c] *= factor
-        write_row(out + r * row_stride, column_stride, code, row, value_dim)
+        if not direct:
+            write_row(out + r * row_stride, column_stride, code, row, value_dim)
 
 
 @njit(**STAGE)

@@ -6,11 +6,13 @@ computes an item changes nothing in the result.
 """
 
 import ctypes
+import gc
 import importlib
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numba
@@ -65,6 +67,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Compiling makes millions of objects and little garbage; searching them for cycles takes 5 % of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def worker_address(name: str, dtype: np.dtype) -> int:
     """The kernel "forward" or "decode" for float32 or float64 as a C function, compiled or from the disk cache."""
     if (name, dtype) not in _workers:
@@ -73,7 +87,8 @@ def worker_address(name: str, dtype: np.dtype) -> int:
             function = getattr(importlib.import_module(f"flash_numba.cpu.{name}"), name)
             kernel = CFunc(function, (signature.args, signature.return_type), locals={}, options=MATH)
             kernel._cache = KernelCache(f"{name}_{dtype}")  # type: ignore[attr-defined]
-            kernel.compile()
+            with collector_paused():
+                kernel.compile()
             assert kernel.address is not None
             _workers[name, dtype] = kernel.address
     return _workers[name, dtype]

@@ -14,7 +14,11 @@ LINE = 64  # bytes of a cache line; parts of the scratch start on one
 BLOCK_Q, BLOCK_K = 192, 128
 # Up to so many queries a head, `decode.py` takes the call: from there on `forward.py`'s lanes are filled well enough.
 FEW_QUERIES = 16
-SHARE_KEYS, SHARE_BLOCK = 1024, 256  # keys of an item there, and of a block
+# Keys of an item there; a block is as many, or fewer so that no more than so many scores stay in cache. Each change
+# from K to V and back costs about a microsecond of reading.
+SHARE_KEYS, BLOCK_SCORES = 1024, 8192
+ROWS = 4  # query rows, if several, whose scores are computed together there
+CONVERTED = 32  # keys that are converted at a time where K or V can't be read in place
 
 CONTROL = np.dtype(
     [
@@ -42,6 +46,7 @@ CONTROL = np.dtype(
         ("staging", np.int64),  # rows on their way in or out
         ("end", np.int64),
         # of decode: elements from row to row; shares of the keys, their states and how many are done of each group
+        ("query_rows", np.int64),  # of Q and S, with those that fill a step up
         ("padded_dim", np.int64),
         ("padded_value_dim", np.int64),
         ("score_stride", np.int64),
@@ -125,7 +130,9 @@ def plan_decode(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
     group = int(min(problem["k_group"], problem["v_group"]))
     rows = group * int(problem["queries"])
     control = np.zeros((), CONTROL)
-    control["block_k"] = block_k = min(SHARE_BLOCK, up_to(lanes.tile, max(1, keys)))
+    control["query_rows"] = query_rows = rows if rows == 1 else up_to(ROWS, rows)
+    most = max(256, min(SHARE_KEYS, BLOCK_SCORES // rows // 256 * 256))
+    control["block_k"] = block_k = min(most, up_to(lanes.tile, max(1, keys)))
     control["shares"] = shares = max(1, -(-keys // SHARE_KEYS))
     control["share_keys"] = SHARE_KEYS
     control["items"] = problem["batch"] * (problem["heads"] // group) * shares
@@ -142,10 +149,10 @@ def plan_decode(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
             "maximum": rows,
             "total": rows,
             "state_bytes": 0,
-            "queries": rows * padded_dim,
-            "scores": rows * score_stride,
+            "queries": query_rows * padded_dim,
+            "scores": query_rows * score_stride,
             "alpha": rows,
-            "keys": block_k * padded_dim,
+            "keys": min(block_k, CONVERTED) * padded_dim,
             "values": block_k * padded_value_dim,
             "bias": rows * score_stride * bias,
             "mask": rows * score_stride * mask,

@@ -31,6 +31,7 @@ class RegisterTile(NamedTuple):
     rows: int
     vectors: int
     fma: bool
+    half: bool = True  # whether an instruction converts float16: F16C, which comes with AVX2, or NEON's
 
     def register(self, dtype: types.Type) -> int:
         """Lanes in one vector register."""
@@ -57,7 +58,7 @@ def choose_register_tile(triple: str, features: str) -> RegisterTile:
         return RegisterTile(256, 4, 3, True)  # 16 registers
     # 16 registers, and products need some: 33 GFLOP/s on Zen 4 at D = 64 and 128, with a spill for 4 multiplications;
     # 4 x 3 with twice as many reaches 29, 4 x 2 with next to none 30, as broadcasts take two instructions here.
-    return RegisterTile(128, 2, 4, False)
+    return RegisterTile(128, 2, 4, False, half=False)
 
 
 _triple, CPU_NAME, _features = cpu_target.target_context.codegen().magic_tuple()
@@ -461,14 +462,31 @@ def multiply_add(builder, a, b, c):
     return builder.call(fma, [a, b, c])
 
 
-def register_addresses(builder, dtype, pointer, at, count):
-    """The addresses of `count` neighbouring vector registers, from element number `at` of a pointer."""
-    to = ir.VectorType(LLVM_FLOAT[dtype], TILE.register(dtype)).as_pointer()
+STORED = {"float16": ir.HalfType(), "bfloat16": ir.IntType(16)}
+
+
+def register_addresses(builder, dtype, pointer, at, count, stored=None):
+    """The addresses of `count` neighbouring registers' worth of elements, from element number `at` of a pointer."""
     step = TILE.register(dtype)
+    to = ir.VectorType(STORED.get(stored, LLVM_FLOAT[dtype]), step).as_pointer()
     return [builder.bitcast(builder.gep(pointer, [builder.add(at, I64(n * step))]), to) for n in range(count)]
 
 
-def product_step(rows, registers, across, blend=None):
+def load_register(builder, address, stored=None):
+    """One vector register from an address of `register_addresses`, brought to float32 from how it is stored."""
+    value = builder.load(address)
+    value.align = 2 if stored else {ir.FloatType(): 4, ir.DoubleType(): 8}[value.type.element]
+    if stored is None:
+        return value
+    count = value.type.count
+    if stored == "float16":
+        return builder.fpext(value, ir.VectorType(ir.FloatType(), count))
+    integers = ir.VectorType(I32, count)
+    bits = builder.shl(builder.zext(value, integers), ir.Constant(integers, [16] * count))
+    return builder.bitcast(bits, ir.VectorType(ir.FloatType(), count))
+
+
+def product_step(rows, registers, across, blend=None, stored=None):
     """The step that every matrix product is made of: `P[m, lanes] = sum_k A[m, k] * B[k, lanes]`, kept in registers.
 
     `rows` numbers m and `registers` vector registers of lanes. A[m, k] is `A[m + k * a_stride]` if `across`, else
@@ -476,7 +494,7 @@ def product_step(rows, registers, across, blend=None):
     with `blend` `C = alpha * C + P`, where alpha has a number for each lane ("lanes") or for each row ("rows"), or is 1
     ("sum"): the old output is rescaled and each block summed from zero, which keeps rounding errors from growing with
     the number of keys. Sums run in the order of k, fused, for any shape of the step, so the bits of a number in C
-    don't depend on it.
+    don't depend on it. `stored`: B holds float16 or bfloat16, as a pointer to their bits, converted in registers.
     """
 
     def codegen(context, builder, sig, args):
@@ -494,7 +512,8 @@ def product_step(rows, registers, across, blend=None):
             for u in range(unroll):
                 at = builder.add(k, I64(u))
                 start = builder.mul(at, b_stride)
-                b = [aligned(builder.load(p)) for p in register_addresses(builder, dtype, B, start, registers)]
+                from_b = register_addresses(builder, dtype, B, start, registers, stored)
+                b = [load_register(builder, p, stored) for p in from_b]
                 for m in range(rows):
                     along = [I64(m), builder.mul(at, a_stride)] if across else [at, builder.mul(a_stride, I64(m))]
                     a = splat(builder, lanes, builder.load(builder.gep(A, [builder.add(*along)])))
@@ -557,38 +576,35 @@ def product_step(rows, registers, across, blend=None):
     return step
 
 
-def dot_step(row_by_row):
-    """A step `C[j] = sum_k A[j * stride + k] * b[k]` for one register of numbers j; depth is whole registers.
+def dot_step(rows, stored=None):
+    """A step `C[m, j] = sum_k A[j, k] * B[m, k]` for `rows` m and as many j as make it a register's worth of numbers.
 
-    Lanes run along k; the sums of the lanes come out of a tree of shuffles and additions, one tree for all j.
-    row_by_row: A is read in the order of memory, for the first time that it is read. Read side by side, its rows come
-    at 12 instead of 26 GB/s, as the CPU's prefetcher doesn't follow so many streams; from cache, that is faster.
+    Lanes run along k, whose number is whole registers; the sums of the lanes come out of a tree of shuffles and
+    additions, in an order that depends on neither m, j nor `rows`. A is read in the order of memory, which the CPU's
+    own prefetcher follows: 28 GB/s a thread on Zen 4, where rows read side by side, or asked for ahead, come at 12 to
+    16. It holds floats or, converted in registers, what `stored` says.
     """
 
     def codegen(context, builder, sig, args):
-        C, A, stride, b, depth = args
+        C, c_stride, A, a_stride, B, b_stride, depth = args
         dtype = sig.args[0].dtype
         n = TILE.register(dtype)
+        keys = max(1, n // rows)
         vector = ir.VectorType(LLVM_FLOAT[dtype], n)
-        align = dtype.bitwidth // 8
+        starts = [builder.mul(b_stride, I64(m)) for m in range(rows)]
 
-        def load_at(pointer, i):
-            value = builder.load(builder.bitcast(builder.gep(pointer, [i]), vector.as_pointer()))
-            value.align = align
-            return value
-
-        def sums_of(rows):
-            """The sums of these rows' products, lane by lane, in one loop over k."""
+        def products(j):
+            """Row j of A times each row of B, lane by lane, in one loop over k."""
+            first = builder.mul(a_stride, I64(j))
             entry, body, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
             builder.branch(body)
             builder.position_at_end(body)
             k = builder.phi(I64)
-            sums = [builder.phi(vector) for _ in rows]
-            y = load_at(b, k)
-            new = []
-            for j, total in zip(rows, sums, strict=True):
-                x = load_at(A, builder.add(k, builder.mul(stride, I64(j))))
-                new.append(multiply_add(builder, x, y, total))
+            sums = [builder.phi(vector) for _ in range(rows)]
+            (from_a,) = register_addresses(builder, dtype, A, builder.add(first, k), 1, stored)
+            a = load_register(builder, from_a, stored)
+            from_b = [register_addresses(builder, dtype, B, builder.add(start, k), 1)[0] for start in starts]
+            new = [multiply_add(builder, a, load_register(builder, p), s) for p, s in zip(from_b, sums, strict=True)]
             k_next = builder.add(k, I64(n))
             builder.cbranch(builder.icmp_signed("<", k_next, depth), body, done)
             k.add_incoming(I64(0), entry)
@@ -599,21 +615,37 @@ def dot_step(row_by_row):
             builder.position_at_end(done)
             return new
 
-        if row_by_row:
-            values = [total for j in range(n) for total in sums_of([j])]
-        else:
-            values = sums_of(range(n))
-        step = 1
-        while step < n:
-            pairs = [(values[r], values[r + 1]) for r in range(0, len(values), 2)]
-            values = [builder.fadd(*exchange(builder, x, y, n, step)) for x, y in pairs]
-            step *= 2
-        builder.store(values[0], builder.bitcast(C, vector.as_pointer())).align = align
+        def paired(values, step):
+            pairs = zip(values[::2], values[1::2], strict=True)
+            return [builder.fadd(*exchange(builder, x, y, n, step)) for x, y in pairs]
+
+        def summed(j, keys):
+            """The sums of rows j to j + keys of A; sum number (key, m) stands in lane number (key, m)."""
+            if keys == 1:
+                values, step = products(j), 1
+                while len(values) > 1 and step < n:
+                    values, step = paired(values, step), 2 * step
+                return values, step
+            (low,), step = summed(j, keys // 2)
+            (high,), _ = summed(j + keys // 2, keys // 2)
+            return paired([low, high], step), 2 * step
+
+        values, _ = summed(0, keys)
+        part = ir.VectorType(LLVM_FLOAT[dtype], keys).as_pointer()
+        for i, value in enumerate(values):
+            by_row = [key * rows + m for m in range(n // keys) for key in range(keys)]
+            if keys > 1:
+                value = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(I32, n), by_row))
+            for m in range(n // keys):
+                own = [I32(m * keys + key) for key in range(keys)]
+                piece = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(I32, keys), own))
+                to = builder.gep(C, [builder.mul(c_stride, I64(i * (n // keys) + m))])
+                builder.store(piece, builder.bitcast(to, part)).align = dtype.bitwidth // 8
         return context.get_dummy_value()
 
     @intrinsic
-    def step(typingctx, C, A, stride, b, depth):
-        return types.void(C, A, types.intp, b, types.intp), codegen
+    def step(typingctx, C, c_stride, A, a_stride, B, b_stride, depth):
+        return types.void(C, types.intp, A, types.intp, B, types.intp, types.intp), codegen
 
     return step
 
@@ -651,6 +683,18 @@ def prefetch(typingctx, address):
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
+
+
+@intrinsic
+def touch(typingctx, pointer):
+    """Read the element at a pointer for nothing but to have its cache line."""
+
+    def codegen(context, builder, sig, args):
+        instruction = builder.load(args[0])
+        builder.asm(ir.FunctionType(ir.VoidType(), [instruction.type]), "", "r", [instruction], True)
+        return context.get_dummy_value()
+
+    return types.void(pointer), codegen
 
 
 @intrinsic
