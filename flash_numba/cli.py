@@ -97,6 +97,7 @@ def warmup_command(
     head_dim: Annotated[
         list[int] | None, typer.Option(min=1, help="For a GPU. May be repeated. Default: 64 and 128.")
     ] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Those of attention_grad too (CPU).")] = False,
 ) -> None:
     """Compile the kernels now, or see that they are on disk, so that no later call has to."""
     dtypes = [np.dtype(d.value if d != Dtype.bfloat16 else ml_dtypes.bfloat16) for d in dtype or list(Dtype)]
@@ -106,6 +107,7 @@ def warmup_command(
                 dtypes,
                 backend=backend,
                 head_dims=head_dim or (64, 128),
+                gradients=gradients,
                 progress=bar and (lambda done, total, name: bar(done, total)),
             )
     except (ValueError, BackendError) as error:

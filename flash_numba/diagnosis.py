@@ -129,6 +129,7 @@ def warmup(
     *,
     backend: str = "cpu",
     head_dims: Any = (64, 128),
+    gradients: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[str]:
     """Compile the kernels for these dtypes now, or load them, so that later calls and processes find them ready.
@@ -137,6 +138,7 @@ def warmup(
         dtypes: Of q, one or several; on the CPU, float32, float16 and bfloat16 share their kernels.
         backend: "cpu", or "cuda" for the kernels of the first GPU.
         head_dims: On a GPU, which compiles a kernel for each: head dimensions, of keys and values alike.
+        gradients: The kernels of `attention_grad` too, which runs on the CPU only.
         progress: Called with kernels done, their number, and the name of the next one.
 
     Returns:
@@ -164,7 +166,7 @@ def warmup(
 
         jobs = planned.compile_jobs(chosen, [head_dims] if isinstance(head_dims, int) else list(head_dims))
     else:
-        jobs = compile_jobs(chosen)
+        jobs = compile_jobs(chosen, KERNELS + ("backward",) * gradients)
     for done, (name, job) in enumerate(jobs):
         if progress is not None:
             progress(done, len(jobs), name)
@@ -174,11 +176,11 @@ def warmup(
     return [name for name, _ in jobs]
 
 
-def compile_jobs(dtypes: list[Any]) -> list[tuple[str, Callable[[], Any]]]:
+def compile_jobs(dtypes: list[Any], kernels: tuple[str, ...]) -> list[tuple[str, Callable[[], Any]]]:
     """Names of the CPU's kernels for dtypes of q, and what compiles or loads each."""
     from .cpu import launch
 
     jobs: list[tuple[str, Callable[[], Any]]] = [("threads", launch.parallel_driver)]
     for wide in sorted({np.dtype(np.float64 if dtype == np.float64 else np.float32) for dtype in dtypes}, key=str):
-        jobs += [(f"{kernel} {wide}", partial(launch.worker_address, kernel, wide)) for kernel in KERNELS]
+        jobs += [(f"{kernel} {wide}", partial(launch.worker_address, kernel, wide)) for kernel in kernels]
     return jobs

@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from ptx import Counts, GlobalMemory, Kernel, Machine, parse
+from ptx import Counts, GlobalMemory, Machine, parse
 
 import flash_numba
 from flash_numba import interface, reference
@@ -128,14 +128,9 @@ def calls_on(place: Interpreted) -> Iterator[None]:
 
 
 def attend(place: Interpreted, q: Any, k: Any, v: Any, **options: Any) -> Any:
-    # A label for the remembered calls that none has.
+    """`flash_numba.attention` there."""
     with calls_on(place):
         return flash_numba.attention(q, k, v, **options)
-
-
-def kernel_of(ptx: str) -> Kernel:
-    (kernel,) = parse(ptx).values()
-    return kernel
 
 
 def eager_error(dtype: np.dtype, q: Any, k: Any, v: Any, **rules: Any) -> float:

@@ -94,3 +94,7 @@ def test_commands():
     done = CliRunner().invoke(app, ["warmup", "--dtype", "float32"])
     assert done.exit_code == 0
     assert "forward float32" in done.stdout
+    assert "backward" not in done.stdout
+    done = CliRunner().invoke(app, ["warmup", "--dtype", "float32", "--gradients"])
+    assert done.exit_code == 0
+    assert "backward float32" in done.stdout

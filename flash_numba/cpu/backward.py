@@ -67,16 +67,29 @@ def load_rows(to, to_stride, address, rows, row_stride, column_stride, code, col
 
 
 @njit(**STAGE)
-def load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout, dout_stride, staging, out, p):
-    """Each row's LSE, in base 2, and delta = sum(dO * O) - dLSE, of which the last part stands at `delta_at` before."""
+def load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout, dout_stride, staging, out, p, v_scale):
+    """Each row's LSE, in base 2, and delta = sum(dO * O) - dLSE, of which the last part stands at `delta_at` before.
+
+    The LSE's rounding would be an error of all the row's P. They are a factor of dO and of delta here instead: P only
+    ever comes with one of them.
+    """
     lse_in, delta_in, value_dim = pointer_like(lse, lse_at), pointer_like(lse, delta_at), p.value_dim
     for r in range(tiles * tile_width(lse)):
         lse[r] = delta[r] = 0
     for r in range(rows):
-        lse[r] = lse_in[r] * scores.LOG2E
+        row = move(dout, r * dout_stride)
         fetch_row(staging, value_dim, out + r * p.out_row, p.out_column, p.out_format)
-        delta_in[r] += dot(move(dout, r * dout_stride), staging, value_dim)
-        delta[r] = delta_in[r]
+        delta_in[r] += dot(row, staging, value_dim)
+        exact = lse_in[r] * scores.LOG2E
+        lse[r] = exact
+        rounded_off = (exact - lse[r]) * recurrence.LN2
+        factor = 1.0 - rounded_off * (1.0 - 0.5 * rounded_off)  # exp(-rounded_off)
+        if not abs(rounded_off) < 1.0:  # of an infinity or NaN
+            factor = 1.0
+        delta[r] = delta_in[r] * factor
+        factor = real(lse, factor * v_scale)
+        for c in range(value_dim):
+            row[c] *= factor
 
 
 @njit(**STAGE)
@@ -95,14 +108,13 @@ def load_item(p, g, plan, scratch, first_row, rows, q_at, out_at, dout_at, lse_a
     q_at, dout_at, out_at = q_at + first_row * p.q_row, dout_at + first_row * g.out_row, out_at + first_row * p.out_row
     lse_at, delta_at = lse_at + first_row * size, delta_at + first_row * size
     q_row, q_column, q_format, dim = p.q_row, p.q_column, p.q_format, p.dim
-    dout_row, dout_column, dout_format, value_dim = g.out_row, g.out_column, g.out_format, p.value_dim
+    value_dim = p.value_dim
 
-    load_rows(dout_rows, dout_stride, dout_at, rows, dout_row, dout_column, dout_format, value_dim, real(q, 1))
-    load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout_rows, dout_stride, staging, out_at, p)
-    if v_scale != 1.0:
-        scaled = real(q, v_scale)
-        load_rows(dout_rows, dout_stride, dout_at, rows, dout_row, dout_column, dout_format, value_dim, scaled)
-    load_queries(dout, staging, dout_at, rows, dout_row, dout_column, dout_format, value_dim, real(q, v_scale))
+    load_rows(dout_rows, dout_stride, dout_at, rows, g.out_row, g.out_column, g.out_format, value_dim, real(q, 1))
+    load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout_rows, dout_stride, staging, out_at, p, v_scale)
+    for first in range(0, rows, width):  # lanes without a row hold what they held before, which goes nowhere
+        source, own_rows = move(dout_rows, first * dout_stride), min(width, rows - first)
+        transpose(move(dout, first * value_dim), width, source, dout_stride, own_rows, value_dim)
     load_rows(q_rows, q_stride, q_at, rows, q_row, q_column, q_format, dim, saturated(q, scale / scores.LOG2E))
     load_queries(q, staging, q_at, rows, q_row, q_column, q_format, dim, saturated(q, scale))
     fill(part(scratch, plan.dq), tiles * width * q_stride, 0)
