@@ -17,7 +17,7 @@ from flash_numba.bench import ceilings, plot
 from flash_numba.bench.command import chosen_peers, limit
 from flash_numba.bench.driver import Measurement, Problem, Report, Rounds, UncountedError, measure_all
 from flash_numba.bench.peers import OURS, PEERS
-from flash_numba.bench.shapes import DECODE, LENGTHS, LONG, MAIN
+from flash_numba.bench.shapes import DECODE, GRADIENT, LENGTHS, LONG, MAIN
 from flash_numba.bench.tables import markdown, milliseconds, percent, spread_note, times
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +33,7 @@ DECODING: list[Problem] = [
     *((shape, "float32") for shape in DECODE),
     *((DECODE[1], dtype) for dtype in HALVES),
 ]
+TRAINING: list[Problem] = [(shape, "float32") for shape in GRADIENT]
 PICTURE: list[Problem] = [(shape, "float32") for shape in LENGTHS]
 
 NAMES = {"numpy": "NumPy", "torch": "torch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "jax": "JAX"}
@@ -56,7 +57,7 @@ def table(results: list[Measurement], peers: list[str], what: str, ceiling: str)
     headings += [f"{NAMES.get(name, name)}, ms" for name in peers]
     rows = [
         [
-            result.shape.name.removeprefix("decode-").replace("-causal", ", causal"),
+            result.shape.name.removeprefix("decode-").removesuffix("-grad").replace("-causal", ", causal"),
             result.dtype,
             with_spread(result, OURS),
             f"{result.speed():.1f}",
@@ -83,7 +84,8 @@ def section(
 ) -> str:
     """The Markdown between the markers, markers left out."""
     peers = [name for name in report.versions if name != OURS]
-    prefill = [result for result in report.results if not result.shape.decoding]
+    training = [result for result in report.results if result.shape.gradient]
+    prefill = [result for result in report.results if not (result.shape.decoding or result.shape.gradient)]
     decoding = [result for result in report.results if result.shape.decoding]
     single = [result for result in prefill if result.dtype == "float32"]
     others = ", ".join(f"{NAMES.get(name, name)} {report.versions[name]}" for name in peers)
@@ -104,12 +106,15 @@ def section(
     if decoding:
         parts.append("One new token against a cache of keys and values (query heads/key heads where they differ):")
         parts.append(table(decoding, peers, "batch x heads x keys x D", "of a plain read"))
+    if training:
+        parts.append("Forward and gradient, as a training step has them:")
+        parts.append(table(training, peers, "batch x heads x tokens x D", "of the FMA peak"))
     parts.append(
         f"Medians of {rounds} rounds; each library in a process of its own, asked in turn, idle thread pools passive; "
         "the middle half's spread where it passes 10 %; in brackets how many times as fast flash_numba is. FLOPs are "
-        "those of the two matrix products, half of them when causal. The ceiling is that of the same round: the FMA "
-        "peak, or a plain read of as many bytes as K and V have. NumPy is the one-shot formula, in place "
-        "(`flash_numba/bench/baselines.py`); the other calls are in `flash_numba/bench/peers.py`."
+        "those of the two matrix products, of seven with the gradient, and half of them when causal. The ceiling is "
+        "that of the same round: the FMA peak, or a plain read of as many bytes as K and V have. NumPy is the one-shot "
+        "formula, in place (`flash_numba/bench/baselines.py`); the other calls are in `flash_numba/bench/peers.py`."
     )
     parts.append(
         "Written by `python -m benchmarks.report README.md`; `flash-numba bench` measures the same on your machine."
@@ -173,7 +178,7 @@ def measured_section(peers: list[str], drawn: list[str], rounds: int, picture: P
 
         Rounds(threads).begin()  # in a period that counts
         limits = ceilings.measure()
-        report = measure_all(PREFILL + DECODING, peers, rounds, threads, progress=progress("tables"))
+        report = measure_all(PREFILL + DECODING + TRAINING, peers, rounds, threads, progress=progress("tables"))
         link = ""
         if picture is not None:
             lengths = measure_all(PICTURE, drawn, rounds, threads, progress=progress("picture"))

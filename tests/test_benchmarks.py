@@ -444,6 +444,7 @@ def test_section_is_made_of_the_measurements():
         measured(causal, "float32", 200.0, flash_numba=8, numpy=96, torch=16),
         unsteady,
         measured(shapes.decode(1, 32, 8, 8192, 128), "float32", 20.0, flash_numba=4, numpy=6),
+        measured(shapes.with_gradient(causal)[0], "float32", 200.0, flash_numba=28, torch=42),
         picture="docs/speed.png",
     )
     lines = text.splitlines()
@@ -452,6 +453,7 @@ def test_section_is_made_of_the_measurements():
     assert "| 1x8x1024x64 | bfloat16 | 20.0 ±10 % | 107.4 | 54 % |  |  |" in lines
     assert "| 1x32/8x8192x128 | float32 | 4.000 | 16.8 | 84 % | 6.000 (1.50x) |  |" in lines
     assert "Geometric mean in float32, with it: 12.0x over NumPy, 2.00x over torch." in lines
+    assert "| 1x8x1024x64, causal | float32 | 28.0 | 134.2 | 67 % |  | 42.0 (1.50x) |" in lines  # 7 products, not 2
     assert any(line.endswith("(docs/speed.png)") and line.startswith("![") for line in lines)
     for words in ("2030-01-02", "A CPU", "avx2 fma", "NumPy 2.4.0", "200 on 2", "20 on 2"):
         assert words in text
@@ -461,6 +463,7 @@ def test_section_is_made_of_the_measurements():
 def test_everything_in_the_section_is_measured():
     assert {shape for shape, dtype in report.PREFILL if dtype == "float32"} == set(shapes.MAIN)
     assert {shape for shape, dtype in report.DECODING if dtype == "float32"} == set(shapes.DECODE)
+    assert {shape for shape, _ in report.TRAINING} == set(shapes.GRADIENT)
     assert set(report.NAMES) == set(peers.PEERS)
 
 
@@ -509,6 +512,7 @@ def test_a_report_is_measured_from_end_to_end(tmp_path, monkeypatch):
     small = shapes.square(1, 1, 16, 64)[0]
     monkeypatch.setattr(report, "PREFILL", [(small, "float32")])
     monkeypatch.setattr(report, "DECODING", [(shapes.decode(1, 2, 1, 64, 8), "float32")])
+    monkeypatch.setattr(report, "TRAINING", [(shapes.with_gradient(small)[0], "float32")])
     monkeypatch.setattr(report, "PICTURE", [(small, "float32")])
     monkeypatch.setattr(driver, "fma_peak", lambda threads, **_: 100.0 * threads)
     monkeypatch.setattr(report.ceilings, "measure", lambda: LIMITS)
