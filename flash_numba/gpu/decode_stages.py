@@ -264,8 +264,7 @@ def row_sum(cut):
 
     @device
     def sum_of_row(shared, x, t):
-        """The sum of a number over all threads of this thread's row."""
-        barrier()
+        """The sum of a number over all threads of this thread's row. All threads wait for one another here."""
         put(shared, partial_at + t, x)
         barrier()
         total = real(0.0)
@@ -285,7 +284,8 @@ def gatherer(cut):
     def row(n):
         @device
         def gather(o, shared, column, key_group, t):
-            barrier()
+            if n > 0:
+                barrier()
             if key_group < key_groups:
                 for chunk in range(chunks):
                     for k in range(chunk_columns):

@@ -102,7 +102,6 @@ def row_writer(shape, rules, locate):
                 for n in range(columns):
                     at = out_at + row * p.out_row + n * 32 + pair * 8
                     ptx.store_pair(at, o[value(r, n)], o[value(r, n) + 1])
-        cuda.syncwarp()
         if p.out_format != FLOAT32:
             for n in range(columns):
                 at = shared + (own_row + r * 8) * pitch + n * 16 + pair * 4
@@ -294,12 +293,9 @@ def attention_kernel(shape, rules):
             if active:
                 if has_rules:
                     own_row, own_key = own_place(key)
-                    keys = kept(shared, KEYS)
-                    at, last_row = (
-                        float32(position + own_row - own_key),
-                        first_row + kept(shared, ROWS) - 1,
-                    )
-                    apply_rules(p, s, scale, slope, at, bias_at, mask_at, first_row + own_row, last_row, own_key, keys)
+                    at, own_index = float32(position + own_row - own_key), first_row + own_row
+                    last_index, keys = first_row + kept(shared, ROWS) - 1, kept(shared, KEYS)
+                    apply_rules(p, s, scale, slope, at, bias_at, mask_at, own_index, last_index, own_key, keys)
                 if masked:
                     own_row, own_key = own_place(key)
                     first_seen, last_seen = kept(shared, FIRST_SEEN), kept(shared, LAST_SEEN)
@@ -314,7 +310,8 @@ def attention_kernel(shape, rules):
                     row_index, key_index = int32(first_index + own_row), int32(p.key_index + own_key)
                 add_values(o, s, l, ref, factor, v_lane, p, b, h, row_index, key_index)
 
-        wait_for_tile()  # where there was no block
+        if begin == end:
+            wait_for_tile()  # the queries are still on their way to where the output goes
         write_rows(p, o, m, l, shared)
 
     return kernel
