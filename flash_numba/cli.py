@@ -187,7 +187,8 @@ def print_table(rows: list[check.Measurement], setup: dict[str, Any]) -> None:
 
 CAPTION = """online: online against one-shot softmax in NumPy, all in the dtype. kernel: compiled, against float64.
 dq, dk, dv: compiled gradients, against float64. normal: standard normal q, k, v, dout. large: q times 20.
-rel: relative to sum(p |v|), and to the terms of a gradient's sum."""
+rel: relative to sum(p |v|), and to the terms of a gradient's sum. Numbers below the dtype's normal range have lost
+digits, up to all: the absolute band alone judges them."""
 
 
 # ---- run

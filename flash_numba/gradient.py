@@ -91,7 +91,7 @@ def attention_grad(
     p = exp(s - lse), delta = sum(dout * out) - dlse for each row, ds = p * (dout v^T - delta). Since p comes from the
     LSE alone, it is as exact as that: scores of 1e6 and more, as a bias can make them, lose digits of p in float32.
     """
-    check.check_choice("backend", backend, BACKENDS)
+    check_backend(backend)
     check.check_callable("progress", progress)
     check.check_integer_seed(seed)
     rules: dict[str, Any] = {
@@ -153,7 +153,7 @@ def attention_varlen_grad(
     Raises:
         ValueError, TypeError: as `attention_grad` and `attention_varlen`.
     """
-    check.check_choice("backend", backend, BACKENDS)
+    check_backend(backend)
     check.check_callable("progress", progress)
     check.check_integer_seed(seed)
     rules: dict[str, Any] = {
@@ -172,6 +172,12 @@ def attention_varlen_grad(
 
 
 # -- from arguments to a call, and back to what the caller knows -------------------------------------------------------
+
+
+def check_backend(backend: str) -> None:
+    if backend == "cuda":
+        raise ValueError(f"backend='cuda' computes no gradients yet; it may be one of {BACKENDS}")
+    check.check_choice("backend", backend, BACKENDS)
 
 
 def checked_operands(call: Call, dout, q, k, v, out, lse, dlse) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:

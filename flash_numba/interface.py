@@ -72,7 +72,8 @@ def attention(
         sinks: (H,) or (B, H), logits in natural units that take part in the softmax without a key or a value.
         q_lengths: How many rows each batch element has, one integer or (B,); the rest gives empty rows.
         kv_lengths: How many keys each has; the rest isn't read. Positions count from the end of these lengths.
-        q_offset: Position of row 0, one integer or (B,), instead of the alignment above.
+        q_offset: Position of row 0, one integer or (B,), instead of the alignment above. Dropout counts rows from it,
+            and from 0 without it: give it for some rows or keys of a longer sequence.
         dropout: Probability that a key's weight is dropped, from 0 to below 1; kept ones are divided by 1 - dropout.
         seed: For dropout: an integer below 2**64, or a generator that it is drawn from. The same seed drops the same
             keys on every backend, in any tiling, and in the gradient.
@@ -252,6 +253,7 @@ def attention_partial(
         ValueError, TypeError: as `attention`.
     """
     place = choose("auto", q=q, k=k, v=v, bias=bias, mask=mask)
+    check.check_integer_seed(seed)
     call, result = checked_call(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset, k_offset=k_offset,

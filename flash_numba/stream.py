@@ -22,7 +22,8 @@ class AttentionStream:
     Args:
         q: Queries, as for `attention`; all chunks lie where they do, in host memory or on a GPU.
         q_offset: Position of row 0 in the whole sequence, one integer or (B,).
-        kv_total: How many keys there will be, instead of `q_offset`: then row i stands at i + kv_total - S_q.
+        kv_total: How many keys there will be, instead of `q_offset`: then row i stands at i + kv_total - S_q. (Dropout
+            counts rows from `q_offset`, and from 0 with `kv_total`, as `attention` does.)
             A causal mask, a window and ALiBi need one of the two.
 
     The other arguments are `attention`'s.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import disk_cache
-from ..places import BackendError
+from ..places import INSTALL, BackendError
 from .compile import ENTRY, Kernel, architecture, assemble, to_ptx
 from .driver import version_of
 
@@ -34,13 +34,23 @@ def machine_code(kernel: Kernel, cc: tuple[int, int]) -> tuple[bytes, str]:
     if path and cubin is not None:
         disk_cache.log.append(f"loaded {path.name}")
         return cubin, ENTRY
-    cubin = to_cubin(to_ptx(kernel, cc), cc)
+    cubin = to_cubin(compiled(kernel, cc), cc)
     if path:
         try:
             disk_cache.save(path, cubin)
         except OSError as error:
             disk_cache.log.append(f"not saved {path.name}: {error!r}")
     return cubin, ENTRY
+
+
+def compiled(kernel: Kernel, cc: tuple[int, int]) -> str:
+    """The kernel's PTX. BackendError where numba-cuda came without NVIDIA's compiler."""
+    try:
+        return to_ptx(kernel, cc)
+    except RuntimeError as error:
+        if type(error).__name__ != "DynamicLibNotFoundError":  # cuda-pathfinder's
+            raise
+        raise BackendError(f"numba-cuda has no CUDA compiler: {INSTALL} ({str(error).partition(chr(10))[0]})") from None
 
 
 def to_cubin(ptx: str, cc: tuple[int, int]) -> bytes:
