@@ -111,10 +111,11 @@ def section(
         parts.append(table(training, peers, "batch x heads x tokens x D", "of the FMA peak"))
     parts.append(
         f"Medians of {rounds} rounds; each library in a process of its own, asked in turn, idle thread pools passive; "
-        "half of the middle half's spread where that passes 10 %; in brackets how many times as fast flash_numba is. "
-        "FLOPs are those of the two matrix products, of seven with the gradient, half of them when causal. The ceiling "
-        "is that of the same round: the FMA peak, or a plain read of as many bytes as K and V have. NumPy is the "
-        "one-shot formula, in place (`flash_numba/bench/baselines.py`); the other calls are in `flash_numba/bench/peers.py`."
+        "half of the middle half's spread where that passes 10 %; in brackets how many times as fast flash_numba "
+        "is. FLOPs are those of the two matrix products, of seven with the gradient, half of them when causal. The "
+        "ceiling is that of the same round: the FMA peak, or a plain read of as many bytes as K and V have. NumPy "
+        "is the one-shot formula, in place (`flash_numba/bench/baselines.py`); the other calls are in "
+        "`flash_numba/bench/peers.py`."
     )
     parts.append(
         "Written by `python -m benchmarks.report README.md`; `flash-numba bench` measures the same on your machine."

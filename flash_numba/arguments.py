@@ -144,16 +144,17 @@ def row_numbers(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> n
     return np.asarray(array, dtype, order="C")
 
 
-def check_names(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def names_among(name: str, value: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
     wanted = f"a sequence of names among {', '.join(map(repr, allowed))}"
     if isinstance(value, str):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
     try:
-        unknown = [item for item in value if item not in allowed]
+        names = tuple(value)
     except TypeError:
         raise TypeError(f"{name} must be {wanted}, got {value!r}") from None
-    if unknown:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    if any(item not in allowed for item in names):
+        raise ValueError(f"{name} must be {wanted}, got {names!r}")
+    return names
 
 
 def check_integer_seed(seed: Any) -> None:
@@ -304,7 +305,7 @@ def output_array(out: Any, shape: tuple[int, ...], kind: Any = np.ndarray) -> np
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if not out.flags.writeable:
         raise ValueError("out must be writeable, got a read-only array")
-    if any(stride == 0 and n > 1 for stride, n in zip(out.strides, out.shape, strict=True)):
+    if out.size and any(stride == 0 and n > 1 for stride, n in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must not overlap itself, got strides {out.strides} for shape {out.shape}")
     return out
 

@@ -192,7 +192,7 @@ def checked_operands(call: Call, dout, q, k, v, out, lse, dlse) -> tuple[tuple[n
 
 def formats_of(need: Collection[str], call: Call, q, k, v, bias, sinks) -> list[np.dtype | None]:
     """The dtype of each gradient, in the order of `Gradients`; None for one that isn't asked for or doesn't exist."""
-    check.check_names("need", need, NEED)
+    need = check.names_among("need", need, NEED)
     formats = []
     for name, x in zip(NEED, (q, k, v, bias, sinks), strict=True):
         dtype = None if x is None else np.asarray(x).dtype.newbyteorder("=")

@@ -61,6 +61,11 @@ def conclude(m, l, sink):
     return lse(m, l), alpha * finish(l)
 
 
+def normalised(o, l, factor):
+    """A row's output. One whose weights are all 0 gives 0, whatever of V they were multiplied by: 0 * inf is NaN."""
+    return select(l == 0.0, 0.0, o * factor)
+
+
 def probability(s, lse):
     """A key's share of its row, exp(score - lse) with both in base 2, from a LSE that is there already.
 

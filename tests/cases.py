@@ -377,6 +377,15 @@ def non_finite_cases():
         "minus-inf-scores", **small, special=put_all(put(0, 1, slice(None), 0), put(1, -INF, slice(None), 0)),
         about=("non-finite", "scores of -inf"),
     )  # fmt: skip
+    # The same where V isn't finite: it isn't multiplied by the weights of 0.
+    yield self_attention(
+        "minus-inf-scores-of-inf", **small, about=("non-finite", "scores of -inf"),
+        special=put_all(put(0, 1, slice(None), 0), put(1, -INF, slice(None), 0), put(2, INF, 1, 2), put(2, NAN, 2, 1)),
+    )  # fmt: skip
+    yield self_attention(
+        "minus-inf-scores-of-inf-decode", heads=2, rows=2, keys=30, dim=8, about=("non-finite", "scores of -inf"),
+        special=put_all(put(0, 1, slice(None), 0), put(1, -INF, slice(None), 0), put(2, INF, 1, 2), put(2, NAN, 2, 1)),
+    )  # fmt: skip
     yield self_attention(
         "minus-inf-scores-first", heads=1, rows=20, keys=300, dim=8, about=("non-finite", "scores of -inf"),
         special=put_all(put(0, 1, slice(None), 0), put(1, -INF, slice(250), 0)),

@@ -165,3 +165,10 @@ def test_run_refuses_to_overwrite_its_input(tmp_path):
         assert "would be overwritten" in result.output
     assert not (tmp_path / "out.npy").exists()
     np.testing.assert_array_equal(np.load(files[0]), x)
+
+
+def test_an_output_without_elements_is_taken():
+    """NumPy gives such arrays strides of 0."""
+    q = np.zeros((2, 5, 0, 31), np.float32)
+    out = np.zeros_like(q)
+    assert flash_numba.attention(q, q, q, out=out) is out

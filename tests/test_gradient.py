@@ -349,6 +349,36 @@ class GradientConformance:
         for x, want in ((dq, whole.dq), (np.concatenate(dk, 2), whole.dk), (np.concatenate(dv, 2), whole.dv)):
             np.testing.assert_allclose(x, want, rtol=tolerance, atol=tolerance)
 
+    @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+    def test_dout_of_a_row_without_a_key_does_not_reach_the_sinks(self, packed):
+        """Whose output and LSE don't depend on any key: only the LSE's own derivative counts."""
+        q, k, v, dout = normal(1, 2, 6, 8), normal(1, 2, 4, 8), normal(1, 2, 4, 8, seed=1), normal(1, 2, 6, 8, seed=2)
+        rules = {"sinks": np.array([0.5, -1.0]), "causal": True}  # rows 0 and 1 see no key
+        if packed:
+            q, k, v, dout = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v, dout))
+            offsets = ([0, 6, 6], [0, 4, 4])
+            out, lse = attention_varlen(q, k, v, *offsets, **rules, return_lse=True)
+            grad = functools.partial(flash_numba.attention_varlen_grad, backend=self.backend)
+            hidden = (slice(2),)
+        else:
+            offsets = ()
+            out, lse = self.forward(q, k, v, **rules)
+            grad, hidden = self.grad, (0, slice(None), slice(2))
+        want = grad(dout, q, k, v, out, lse, *offsets, dlse=np.ones_like(lse), **rules)
+        dout[hidden] = NAN
+        got = grad(dout, q, k, v, out, lse, *offsets, dlse=np.ones_like(lse), **rules)
+        for dx, right in zip(got, want, strict=True):
+            assert dx is right is None or same_bits(dx, right)
+
+    @pytest.mark.parametrize("score", [4e6, 5e7, 1e9])
+    def test_a_share_is_at_most_1(self, score):
+        """However many digits the LSE has lost: dv of the only key is its share of dout."""
+        q = np.full((1, 1, 1), score, np.float32)
+        k, v = np.full((1, 1, 1), 1.2345, np.float32), np.ones((1, 1, 1), np.float32)
+        out, lse = self.forward(q, k, v, scale=1.0)
+        dv = self.grad(np.ones_like(out), q, k, v, out, lse, scale=1.0).dv
+        assert 0 <= dv[0, 0, 0] <= 1.0001
+
     def test_only_what_is_needed(self):
         q, k, v, dout = normal(*Q), normal(*KV), normal(*KV, seed=1), normal(*Q, seed=2)
         rules = {"bias": normal(5, 7), "sinks": normal(4), "causal": True}
@@ -361,6 +391,7 @@ class GradientConformance:
                 ):
                     assert (dx is None) == (name not in need)
                     assert dx is None or same_bits(dx, want)
+        assert self.grad(dout, q, k, v, out, lse, need=(name for name in ["k"]), **rules).dk is not None
         plain = self.grad(dout, q, k, v, out, lse)
         assert plain.dbias is None
         assert plain.dsinks is None

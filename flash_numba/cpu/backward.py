@@ -29,6 +29,7 @@ from .rows import all_finite, dot, fetch_row, saturated, transpose, write_row
 from .rules import apply_rules, drop_weights, load_terms, softcap_scores
 from .simd import (
     address_of,
+    give_way,
     itemsize,
     lanes_of,
     load,
@@ -84,7 +85,7 @@ def load_row_numbers(lse, delta, tiles, rows, lse_at, delta_at, dout, dout_strid
         lse[r] = exact
         rounded_off = (exact - lse[r]) * recurrence.LN2
         factor = 1.0 - rounded_off * (1.0 - 0.5 * rounded_off)  # exp(-rounded_off)
-        if not abs(rounded_off) < 1.0:  # of an infinity or NaN
+        if not abs(rounded_off) < 0.02:  # of an LSE without digits left, which would make more than 1 of P, or of NaN
             factor = 1.0
         delta[r] = delta_in[r] * factor
         factor = real(lse, factor * v_scale)
@@ -279,6 +280,7 @@ def wait_for(progress, blocks, cancel):
     while read_progress(progress) < blocks:
         if read_flag(cancel) != 0:
             return False
+        give_way()
     return True
 
 

@@ -87,17 +87,24 @@ def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
     call = grad.call
     assert grad.dsinks is not None
     assert call.sinks is not None
+    assert call.out is not None
     sinks = (call.sinks * LOG2E).astype(delta.dtype)[..., None]
     lse = call.lse * delta.dtype.type(LOG2E)
+    of_lse = np.zeros_like(delta) if grad.dlse is None else -grad.dlse
     if call.cu_seqlens_q is None:
-        lse, delta = (x.reshape(*sinks.shape[:2], -1) for x in (lse, delta))
+        lse, delta, of_lse = (x.reshape(*sinks.shape[:2], -1) for x in (lse, delta, of_lse))
         rows = [(b, slice(None)) for b in range(len(sinks))]
     else:
         rows = [(0, slice(*ends)) for ends in pairwise(call.cu_seqlens_q)]
     with np.errstate(invalid="ignore"):  # NaN is passed on
         for own, sink, (b, own_rows) in zip(grad.dsinks, sinks, rows, strict=True):
-            share = recurrence.probability(sink, lse[b, :, own_rows])
-            own[:] = recurrence.score_gradient(share, 0, delta[b, :, own_rows]).sum(axis=-1)
+            at = b, slice(None), own_rows
+            own_lse, own_delta = lse[at], delta[at]
+            if not np.isfinite(own_delta).all():  # dout may hold anything where a row sees no key
+                out = call.out.reshape(-1, *call.out.shape[-3:])[at]
+                own_delta = np.where((own_lse <= sink) & ~(out != 0).any(axis=-1), of_lse[at], own_delta)
+            share = recurrence.probability(sink, own_lse)
+            own[:] = recurrence.score_gradient(share, 0, own_delta).sum(axis=-1)
 
 
 def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.ndarray, list]:

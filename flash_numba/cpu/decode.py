@@ -237,7 +237,8 @@ def attend_share(p, plan, item, scratch, control):
                 hides = True
                 hide_row(row, tiles, first, last)
             at = v_at + (j0 + r % ROWS * tiles) * p.v_row
-            m[r], l[r], alpha[r] = weigh_row(row, tiles, m[r], l[r], at, p.v_row, p.value_dim * p.v_column)
+            v_bytes = p.value_dim * p.v_column if p.v_column <= 8 else 0  # of contiguous columns
+            m[r], l[r], alpha[r] = weigh_row(row, tiles, m[r], l[r], at, p.v_row, v_bytes)
             if p.keep_factor != 0.0:
                 at = p.key_index + j0
                 drop_row(row, tiles, row_index + i, at, h, b, p.round_keys, p.drop_below, p.keep_factor)
@@ -276,9 +277,9 @@ def attend_share(p, plan, item, scratch, control):
         sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf) * scores.LOG2E
         row_lse, factor = recurrence.conclude(lane(m[r]), lane(l[r]), lane(real(m, sink)))
         pointer_like(o, lse_at + h * p.lse_head + i * size)[0] = scalar(row_lse)
-        factor = scalar(factor * lane(real(m, v_scale)))
+        factor = factor * lane(real(m, v_scale))
         for c in range(p.value_dim):
-            staging[c] = o[r * o_stride + c] * factor
+            staging[c] = scalar(recurrence.normalised(lane(o[r * o_stride + c]), lane(l[r]), factor))
         to = out_at + h * p.out_head + i * p.out_row
         write_row(to, p.out_column, p.out_format, staging, p.value_dim)
 

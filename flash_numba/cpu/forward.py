@@ -27,6 +27,7 @@ from .rows import all_finite, fetch_row, in_place, saturated, transpose, write_r
 from .rules import apply_rules, bound, drop_weights, hidden_value, load_terms, softcap_scores
 from .simd import (
     itemsize,
+    lane,
     lanes_of,
     load,
     move,
@@ -37,6 +38,7 @@ from .simd import (
     read_flag,
     real,
     record_at,
+    scalar,
     store,
     take_ticket,
     tile_width,
@@ -240,9 +242,9 @@ def write_rows(o, m, l, staging, finals, rows, value_dim, out, row_stride, colum
     transpose(to, stride, o, width, value_dim, rows)
     for r in range(rows):
         lse_out[r] = finals[r]
-        row, factor = move(to, r * stride), finals[width + r]
+        row, own_l, factor = move(to, r * stride), lane(l[r]), lane(finals[width + r])
         for c in range(value_dim):
-            row[c] *= factor
+            row[c] = scalar(recurrence.normalised(lane(row[c]), own_l, factor))
         if not direct:
             write_row(out + r * row_stride, column_stride, code, row, value_dim)
 

@@ -242,14 +242,16 @@ def run_watched(call: Callable[[], None], words: np.ndarray, items: int, progres
         finally:
             done.set()
 
-    threading.Thread(target=body, name="flash_numba", daemon=True).start()
+    helper = threading.Thread(target=body, name="flash_numba", daemon=True)
     try:
+        helper.start()
         while not done.wait(0.1):
             if progress is not None:
                 progress(min(int(words[(CONTROL_AT + TICKET) // 8]), items), items)
     except BaseException:
         words[(CONTROL_AT + CANCEL) // 8] = 1
-        done.wait()  # within milliseconds: every thread looks at the flag before each block of keys
+        if helper.ident is not None:
+            done.wait()  # within milliseconds: every thread looks at the flag before each block of keys
         raise
     if failure:
         raise failure[0]

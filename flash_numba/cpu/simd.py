@@ -7,6 +7,7 @@ are made of. The bottom of the file has what a launch needs: raw addresses, reco
 """
 
 import operator
+import os
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -781,6 +782,19 @@ def publish(typingctx, address, value):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), codegen
+
+
+@intrinsic
+def give_way(typingctx):
+    """Let another thread have the processor, if one waits for it: there may be more threads than processors."""
+
+    def codegen(context, builder, sig, args):
+        if os.name == "posix":
+            function = ir.FunctionType(I32, [])
+            builder.call(cgutils.get_or_insert_function(builder.module, function, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

@@ -345,6 +345,6 @@ def ending(cut):
         if c == 0:
             write(lse_at + h * p.lse_head + i * itemsize, own_format, scalar(row_lse))
         at = out_at + h * p.out_head + i * p.out_row + c * p.out_column
-        write(at, p.out_format, x * (scalar(factor) * v_scale))
+        write(at, p.out_format, scalar(recurrence.normalised(lane(x), lane(l), lane(scalar(factor) * v_scale))))
 
     return store_state, merge_splits, write_element

@@ -54,7 +54,7 @@ def build(accumulator: Accumulator) -> Any:
             sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf))
             lse, factor = recurrence.conclude(m, l, lane(sink) * LOG2E)
             out = p.out + b * p.out_batch + h * p.out_head + i * p.out_row + column * p.out_column
-            write(out, p.out_format, scalar(o * factor))
+            write(out, p.out_format, scalar(recurrence.normalised(o, l, factor)))
             if column == 0:
                 write(p.lse + row * itemsize, own_format, scalar(lse))
 

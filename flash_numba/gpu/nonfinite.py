@@ -132,14 +132,16 @@ def row_attention(shape, rules):
             for c in range(size):
                 o[c] = scalar(alpha * lane(o[c]) + w * lane(x[c]))
         row_lse, factor = recurrence.conclude(m, l, lane(sink))
-        factor = scalar(factor) * v_scale
+        factor = lane(scalar(factor) * v_scale)
+        for c in range(2 * passes):
+            o[c] = scalar(recurrence.normalised(lane(o[c]), l, factor))
         for c in range(passes):
             at = index + c * 32
             if at < words:
                 if p.out_format == FLOAT32:
-                    ptx.store_pair(out_at + i * p.out_row + at * 8, o[2 * c] * factor, o[2 * c + 1] * factor)
+                    ptx.store_pair(out_at + i * p.out_row + at * 8, o[2 * c], o[2 * c + 1])
                 else:
-                    store_int32(out_at + i * p.out_row + at * 4, pack(o[2 * c] * factor, o[2 * c + 1] * factor))
+                    store_int32(out_at + i * p.out_row + at * 4, pack(o[2 * c], o[2 * c + 1]))
         if index == 0:
             store_float32(lse_at + i * 4, scalar(row_lse))
 

@@ -238,9 +238,9 @@ def writer(tiling):
             )
             if tx == 0 and row < written:
                 write(lse_at + (first_row + row) * itemsize, own_format, scalar(row_lse))
-            normalise = scalar(factor) * v_scale
+            own_l, factor = lane(total if mine else real(0.0)), lane(scalar(factor) * v_scale)
             for n in range(n_columns):
-                o[n * rows + r] = o[n * rows + r] * normalise if mine else real(0.0)
+                o[n * rows + r] = scalar(recurrence.normalised(lane(o[n * rows + r]), own_l, factor))
         write_output(p, o, shared, out_at + first_row * p.out_row, written, t)
 
     return write_rows

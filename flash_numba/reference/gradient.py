@@ -43,7 +43,7 @@ def differentiated(dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse, np.float64).reshape(lse.shape)
     counts = call.s != -np.inf
 
-    p = np.where(counts, _exp_from(call.s, lse), 0.0)
+    p = np.where(counts, np.minimum(_exp_from(call.s, lse), 1.0), 0.0)  # whatever rounding the LSE suffered
     dp = np.where(counts, np.matmul(dout, np.swapaxes(call.v, -1, -2)) * call.keep, 0.0)
     has_key = counts.any(axis=-1, keepdims=True)
     delta = np.where(has_key, (dout * out).sum(axis=-1, keepdims=True), 0.0) - dlse
