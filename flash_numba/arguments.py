@@ -48,7 +48,7 @@ def operand(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
     array = plain_array(name, x, f"an array of {allowed}")
     native = array.dtype.newbyteorder("=")
     if native not in CODES and not (allow_eight_bit and native in EIGHT_BIT):
-        given = f"{array.dtype} of shape {array.shape}" if array.dtype != object else type(x).__name__
+        given = f"{array.dtype} of shape {array.shape}" if array is x or array.dtype != object else type(x).__name__
         raise TypeError(f"{name} must be an array of {allowed}, got {given}")
     if array.ndim < 2:
         raise ValueError(f"{name} must have at least 2 axes, (rows, columns), got shape {array.shape}")
