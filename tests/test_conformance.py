@@ -375,31 +375,38 @@ class Conformance:
         assert "\n" not in message
 
 
+def case_of_shape(seed, heads, rows, keys, dim, value_dim, dtype, causal, masked):
+    def options(rng, case):
+        mask = {} if masked is None else {"mask": rng.random((rows, keys)) < masked}
+        return {"causal": causal, **mask}
+
+    return self_attention(
+        f"any-{seed}", heads=heads[0], kv_heads=heads[1], rows=rows, keys=keys, dim=dim, value_dim=value_dim,
+        dtype=dtype, options=options,
+    )  # fmt: skip
+
+
+ANY_SHAPE = st.builds(
+    case_of_shape,
+    seed=st.integers(0, 2**32),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    rows=st.integers(1, 230),
+    keys=st.integers(1, 300),
+    dim=st.integers(1, 70),
+    value_dim=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    causal=st.sampled_from([False, True, "top-left"]),
+    masked=st.sampled_from([None, 0.02, 0.6]),
+)
+
+
 class KernelConformance(Conformance):
     """Compiled kernels also promise bits: nothing but a call's own sizes, dtype and features decides them."""
 
     @settings(max_examples=80, deadline=None, database=None, derandomize=True)
-    @given(
-        seed=st.integers(0, 2**32),
-        heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-        rows=st.integers(1, 230),
-        keys=st.integers(1, 300),
-        dim=st.integers(1, 70),
-        value_dim=st.integers(1, 70),
-        dtype=st.sampled_from(DTYPES),
-        causal=st.sampled_from([False, True, "top-left"]),
-        masked=st.sampled_from([None, 0.02, 0.6]),
-    )
-    def test_any_shape(self, seed, heads, rows, keys, dim, value_dim, dtype, causal, masked):
-        def options(rng, case):
-            mask = {} if masked is None else {"mask": rng.random((rows, keys)) < masked}
-            return {"causal": causal, **mask}
-
-        case = self_attention(
-            f"any-{seed}", heads=heads[0], kv_heads=heads[1], rows=rows, keys=keys, dim=dim, value_dim=value_dim,
-            dtype=dtype, options=options,
-        )  # fmt: skip
-        self.check(case, expect(case))
+    @given(drawn=ANY_SHAPE)
+    def test_any_shape(self, drawn):
+        self.check(drawn, expect(drawn))
 
     @settings(max_examples=120, deadline=None, database=None, derandomize=True)
     @given(

@@ -14,8 +14,9 @@ from cuda_ptx import ptx_of
 
 from flash_numba.dtypes import BFLOAT16, BOOL, FLOAT16
 from flash_numba.gpu.compile import assemble, find_assembler
-from flash_numba.gpu.tensor_shapes import CUTS, Rules, choose_shape, shared_limit
+from flash_numba.gpu.tensor_shapes import CUTS, Rules, choose_shape
 from flash_numba.gpu.tensorcore import make_kernel
+from flash_numba.gpu.tiling import shared_limit
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(find_assembler() is None, reason="no ptxas")]
 

@@ -31,7 +31,7 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_conformance import heads_first, normal, same_bits
+from test_conformance import ANY_SHAPE, heads_first, normal, same_bits
 
 import flash_numba
 from flash_numba import Gradients, attention, attention_varlen, bands, reference
@@ -501,28 +501,9 @@ class KernelGradientConformance(GradientConformance):
     """Compiled kernels also promise bits, and take sizes that the oracle's own tests needn't."""
 
     @settings(max_examples=60, deadline=None, database=None, derandomize=True)
-    @given(
-        seed=st.integers(0, 2**32),
-        heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-        rows=st.integers(1, 230),
-        keys=st.integers(1, 300),
-        dim=st.integers(1, 70),
-        value_dim=st.integers(1, 70),
-        dtype=st.sampled_from(DTYPES),
-        causal=st.sampled_from([False, True, "top-left"]),
-        masked=st.sampled_from([None, 0.02, 0.6]),
-    )
-    def test_any_shape(self, seed, heads, rows, keys, dim, value_dim, dtype, causal, masked):
-        def options(rng, case):
-            mask = {} if masked is None else {"mask": rng.random((rows, keys)) < masked}
-            return {"causal": causal, **mask}
-
-        self.check(
-            self_attention(
-                f"any-{seed}", heads=heads[0], kv_heads=heads[1], rows=rows, keys=keys, dim=dim, value_dim=value_dim,
-                dtype=dtype, options=options,
-            )
-        )  # fmt: skip
+    @given(drawn=ANY_SHAPE)
+    def test_any_shape(self, drawn):
+        self.check(drawn)
 
     @settings(max_examples=100, deadline=None, database=None, derandomize=True)
     @given(

@@ -140,7 +140,6 @@ def with_gradient(*shapes: Shape) -> tuple[Shape, ...]:
 GRADIENT = with_gradient(
     *square(1, 8, 2048, 64), *square(1, 8, 2048, 128), *square(4, 16, 512, 64), *square(1, 1, 8192, 64)
 )
-GRADIENT_MEMORY = with_gradient(MEMORY)[0]
 
 # Sets that the command measures on top of those above.
 GRADIENT_SETS = {

@@ -21,10 +21,22 @@ from math import inf
 from numba import njit, types
 
 from .. import ops, recurrence, scores
-from .backward_plan import CANCEL, CONTROL, ITEM, TICKET
+from .backward_plan import CONTROL, ITEM
 from .compile import HELPER, STAGE
-from .forward import ahead_of, ask_for, load_block, load_queries, multiply_keys, of_head, operands, problem_at
+from .forward import (
+    ahead_of,
+    ask_for,
+    each_item,
+    keys_of_tile,
+    load_block,
+    load_queries,
+    multiply_keys,
+    of_head,
+    operands,
+    problem_at,
+)
 from .head_products import STEP, add_key_gradients, add_query_gradients, add_seen
+from .plan import CANCEL
 from .rows import all_finite, dot, fetch_row, saturated, transpose, write_row
 from .rules import apply_rules, drop_weights, load_terms, softcap_scores
 from .simd import (
@@ -43,7 +55,6 @@ from .simd import (
     real,
     record_at,
     store,
-    take_ticket,
     tile_width,
 )
 
@@ -299,8 +310,9 @@ def mark_rows(row_ranges, start, stop, first_row, end_row):
 
 
 @njit(**HELPER)
-def differentiate_rows(p, g, plan, item, scratch, control):
+def differentiate_rows(p, plan, item, scratch, control):
     """One item: what up to `block_q` query rows of one head add to the gradients."""
+    g = problem_at(plan.gradient)
     width, size = tile_width(scratch), itemsize(scratch)
     dim, value_dim, block_k = p.dim, p.value_dim, plan.block_k
     q, dout = part(scratch, plan.queries), part(scratch, plan.douts)
@@ -347,15 +359,11 @@ def differentiate_rows(p, g, plan, item, scratch, control):
         clear_rows(row_ranges, (block_k + STEP - 1) // STEP, rows)
         for tile in range(tiles):
             key_ranges[2 * tile] = key_ranges[2 * tile + 1] = 0
-            own_rows = min(width, rows - tile * width)
-            top = position + tile * width  # of the tile's first and last row
-            low = top + own_rows - 1
-            j0, j1 = scores.keys_seen_by_any(top, low, p.left, p.right, keys)
-            j0, j1 = max(j0, block_start), min(j1, block_stop)
+            own_rows, top = min(width, rows - tile * width), position + tile * width
+            j0, j1, all0, all1 = keys_of_tile(p, top, own_rows, keys, block_start, block_stop)
             n = j1 - j0
             if n <= 0:
                 continue
-            all0, all1 = scores.keys_seen_by_all(top, low, p.left, p.right, keys)
             row = first_row + tile * width
             kept, has_bias, has_mask = load_terms(p, bias, mask, staging, bias_at, mask_at, row, own_rows, j0, n)
             first, end = j0 - block_start, j1 - block_start
@@ -425,15 +433,4 @@ def differentiate_rows(p, g, plan, item, scratch, control):
         write_rows(dq, plan.q_stride, rows, dim, factor, dq_at + first_row * g.q_row, g.q_row, g.q_column, g.q_format)
 
 
-def backward(problem, control, scratch):
-    """The work of one thread: items until none is left or the call is cancelled.
-
-    To be compiled as a C function of three addresses for float32 and for float64, which `scratch` points to.
-    """
-    p, plan = problem_at(problem), control_at(control)
-    g = problem_at(plan.gradient)
-    while read_flag(control + CANCEL) == 0:
-        item = take_ticket(control + TICKET)
-        if item >= plan.items:
-            return
-        differentiate_rows(p, g, plan, item, scratch, control)
+backward = each_item(differentiate_rows, control_at)

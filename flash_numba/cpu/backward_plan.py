@@ -8,7 +8,7 @@ sizes, dtype and CPU only.
 
 import numpy as np
 
-from .plan import Lanes, block_rows, lay_out, up_to
+from .plan import HEADER, Lanes, block_rows, lay_out, up_to
 
 BLOCK_K = 128  # keys a block
 PAD = 1  # registers more than a row of floats has: rows a power of two apart would share few sets of the L1 cache
@@ -18,12 +18,7 @@ ITEM = np.dtype([("sequence", np.int64), ("head", np.int64), ("first_row", np.in
 
 CONTROL = np.dtype(
     [
-        # written while the call runs, each in a cache line of its own
-        ("ticket", np.int64),
-        ("_ticket_line", np.int64, 7),
-        ("cancel", np.int64),
-        ("_cancel_line", np.int64, 7),
-        ("items", np.int64),
+        *HEADER,
         ("table", np.int64),  # address of the ITEM records
         ("progress", np.int64),  # address of a number an item: the blocks of keys that it is done with
         ("gradient", np.int64),  # address of the PROBLEM record of the gradients (backward_launch.describe_gradients)
@@ -60,7 +55,6 @@ CONTROL = np.dtype(
     ],
     align=True,
 )
-TICKET, CANCEL = (CONTROL.fields[name][1] for name in ("ticket", "cancel"))  # type: ignore[index]
 
 
 def links(counts: np.ndarray, heads: int, group: int, block_q: int) -> np.ndarray:

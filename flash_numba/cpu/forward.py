@@ -133,6 +133,18 @@ def load_block(block, address, rows, row_stride, column_stride, code, columns):
 
 
 @njit(**HELPER)
+def keys_of_tile(p, position, rows, keys, start, stop):
+    """Of the keys start to stop, those that some row of a tile sees, and the keys that all its rows see.
+
+    position: of the first row.
+    """
+    last = position + rows - 1
+    j0, j1 = scores.keys_seen_by_any(position, last, p.left, p.right, keys)
+    all0, all1 = scores.keys_seen_by_all(position, last, p.left, p.right, keys)
+    return max(j0, start), min(j1, stop), all0, all1
+
+
+@njit(**HELPER)
 def ahead_of(p, k_at, v_at, key, tile):
     """A part of the keys and values from `key` on, for `ask_for`: two cache lines a row for each register tile."""
     return k_at + key * p.k_row + tile * 2 * LINE, p.k_row, v_at + key * p.v_row + tile * 2 * LINE, p.v_row
@@ -299,15 +311,11 @@ def attend_rows(p, plan, item, scratch, control):
         k, k_stride, v, v_stride = k_block, dim, v_block, value_dim
         loaded, finite = False, -1  # K and V, when a tile needs them; whether V is finite, when that matters
         for tile in range(tiles):
-            own_rows = min(width, rows - tile * width)
-            top = position + tile * width  # of the tile's first and last row
-            low = top + own_rows - 1
-            j0, j1 = scores.keys_seen_by_any(top, low, p.left, p.right, keys)
-            j0, j1 = max(j0, block_start), min(j1, block_stop)
+            own_rows, top = min(width, rows - tile * width), position + tile * width
+            j0, j1, all0, all1 = keys_of_tile(p, top, own_rows, keys, block_start, block_stop)
             n = j1 - j0
             if n <= 0:
                 continue
-            all0, all1 = scores.keys_seen_by_all(top, low, p.left, p.right, keys)
             row = first_row + tile * width
             kept, has_bias, has_mask = load_terms(p, bias, mask, staging, bias_at, mask_at, row, own_rows, j0, n)
             if not kept:
@@ -368,8 +376,10 @@ def attend_rows(p, plan, item, scratch, control):
         write_empty_rows(staging, empty, value_dim, out_rows, p.out_row, p.out_column, p.out_format, lse_rows, sink)
 
 
-def each_item(attend):
+def each_item(attend, control_at=control_at):
     """The work of one thread: items until none is left or the call is cancelled.
+
+    control_at: what makes the kernel's control block of an address; all start alike (`plan.HEADER`).
 
     To be compiled as a C function of three addresses for float32 and for float64, which `scratch` points to.
     """

@@ -20,15 +20,19 @@ SHARE_KEYS, BLOCK_SCORES = 1024, 8192
 ROWS = 4  # query rows, if several, whose scores are computed together there
 CONVERTED = 32  # keys that are converted at a time where K or V can't be read in place
 
+# What every control block starts with: what is written while the call runs, each in a cache line of its own, and how
+# many work items there are.
+HEADER: list[tuple] = [
+    ("ticket", np.int64),
+    ("_ticket_line", np.int64, 7),
+    ("cancel", np.int64),
+    ("_cancel_line", np.int64, 7),
+    ("items", np.int64),
+]
 CONTROL = np.dtype(
     [
-        # written while the call runs, each in a cache line of its own
-        ("ticket", np.int64),
-        ("_ticket_line", np.int64, 7),
-        ("cancel", np.int64),
-        ("_cancel_line", np.int64, 7),
-        # the plan: work items, query rows an item, keys a block
-        ("items", np.int64),
+        *HEADER,
+        # query rows an item, keys a block
         ("block_q", np.int64),
         ("block_k", np.int64),
         # where a thread's scratch holds what, in bytes; the first three parts are a state of the recurrence

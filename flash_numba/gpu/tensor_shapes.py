@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .tiling import shared_limit
+
 PIECE = 16  # bytes of an asynchronous copy, and of the padding of a shared row
 
 
@@ -63,20 +65,6 @@ class Shape(NamedTuple):
 CUTS = {64: (128, 64, 4, 3), 96: (128, 64, 4, 2), 128: (128, 64, 4, 2), 192: (128, 64, 8, 1), 256: (128, 64, 8, 1)}
 CUTS_FOR_RULES = CUTS | {64: (128, 64, 8, 2), 96: (128, 64, 8, 1), 128: (128, 64, 8, 1)}
 SMALL_CUT = (64, 64, 4, 1)  # where shared memory is short
-SMALL_SHARED = {
-    (8, 6),
-    (8, 9),
-    (12, 0),
-    (12, 1),
-}  # compute capabilities that have 99 KiB of shared memory a thread block
-SYSTEM_BYTES = 1024  # of shared memory that each thread block takes besides
-
-
-def shared_limit(cc) -> int:
-    """Bytes of shared memory that a thread block may have (CUDA C++ Programming Guide, compute capabilities)."""
-    if cc in SMALL_SHARED:
-        return 99 * 1024
-    return (163 if cc[0] == 8 else 227) * 1024
 
 
 def choose_shape(code: int, dim: int, rules: Rules, cc) -> Shape:
