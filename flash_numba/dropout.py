@@ -4,7 +4,7 @@ Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3, 
 word depends on the indices of its row, head and key alone, the mask is the same on every backend and for any tiling.
 """
 
-from .ops import mul_high
+from .ops import mul_high, select
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
 WEYL_0, WEYL_1 = 0x9E3779B9 - 2**32, 0xBB67AE85 - 2**32
@@ -15,8 +15,8 @@ SIGN = -(2**31)
 def round_keys(seed):
     """The two 32-bit keys of each round, one after the other, as signed numbers, for a 64-bit seed."""
     low, high = seed & 0xFFFFFFFF, seed >> 32
-    keys = [word for r in range(ROUNDS) for word in (low + r * WEYL_0, high + r * WEYL_1)]
-    return [(word + 2**31) % 2**32 - 2**31 for word in keys]
+    keys = [key for r in range(ROUNDS) for key in (low + r * WEYL_0, high + r * WEYL_1)]
+    return [(key + 2**31) % 2**32 - 2**31 for key in keys]
 
 
 def philox(c0, c1, c2, c3, keys):
@@ -29,6 +29,13 @@ def philox(c0, c1, c2, c3, keys):
             c0 * MULTIPLIER_0,
         )
     return c0, c1, c2, c3
+
+
+def word_of_key(words, j):
+    """The random word of key j, one of the four that its counter gives: number j & 3."""
+    low = select((j & 1) == 0, words[0], words[1])
+    high = select((j & 1) == 0, words[2], words[3])
+    return select((j & 2) == 0, low, high)
 
 
 def kept(word, threshold):

@@ -1,4 +1,4 @@
-"""Element formats: which dtypes are taken, their codes in a `Problem`, and 16-bit formats in and out of float32.
+"""Element formats: which dtypes are taken, their codes in a `PROBLEM` record, and 16-bit formats in and out of float32.
 
 Numba rejects float16 and ml_dtypes arrays, so kernels see their bits. The conversions are plain functions on int32 bits
 (see `ops.py`), correct for every input: subnormals, infinities, NaN, and rounding to nearest even.
@@ -10,7 +10,8 @@ import numpy as np
 from .ops import as_float, as_int, select
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, BOOL = range(7)
-SWAPPED = 8  # added to the code of a format that isn't in this machine's byte order
+SWAPPED = 64  # added to the code of a format that isn't in this machine's byte order: 64 formats have room below
+FLOAT32_MAX, FLOAT64_MAX = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
 
 CODES = {
     np.dtype(np.float64): FLOAT64,
@@ -32,6 +33,11 @@ def format_code(dtype: np.dtype) -> int | None:
         code = ALL_CODES.get(dtype.newbyteorder("="))
         return None if code is None else code | SWAPPED
     return code
+
+
+def element_kind(code):
+    """A format's code without its byte order. Whoever asks for each kind in turn gives NaN for one that isn't known."""
+    return code & (SWAPPED - 1)
 
 
 def float16_to_float32(bits):

@@ -1,7 +1,8 @@
-"""The few words that the recurrence and the score rules are written in.
+"""The few primitive operations that the recurrence and the score rules are written in.
 
-The bodies here are their meaning on Python numbers and NumPy arrays. A compiled target gives the same words their
-meaning there (`cpu/lanes.py` for SIMD lanes), so `recurrence.py` and `scores.py` need no second version.
+The bodies here are their meaning on Python numbers and NumPy arrays. A compiled target gives the same operations their
+meaning there (`cpu/primitives.py` for SIMD lanes, `gpu/primitives.py` for CUDA threads), so `recurrence.py` and
+`scores.py` need no second version.
 """
 
 import numpy as np

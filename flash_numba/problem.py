@@ -1,23 +1,20 @@
-"""Problem: one frozen description of a call, which every backend takes.
+"""The problem: one record that describes a call, which the kernels of every backend read.
 
 It is a NumPy structured record, so that a kernel on either target reads named fields from one address instead of taking
 fifty arguments, and no array type multiplies the number of compiled specialisations. An address of 0 means "none".
 """
 
-import ctypes
 import math
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from .addresses import address, address_of
+from .call import Call
 from .dropout import round_keys
 from .dtypes import format_code
 from .scores import LOG2E
 
 _int, _float = np.int64, np.float64
-
-UNLIMITED = 2**42  # a window's side without a limit, larger than the distance of any two positions
 
 AXES = ("batch", "head", "row", "column")
 
@@ -44,8 +41,8 @@ SEQUENCE = np.dtype(
     ]
 )
 
-# Where a tile of query rows starts, for calls whose sequences differ in length.
-TILE = np.dtype([("sequence", _int), ("first_row", _int)])
+# Where a work tile (a block of query rows of one head) starts, for calls whose sequences differ in length.
+WORK_TILE = np.dtype([("sequence", _int), ("first_row", _int)])
 
 PROBLEM = np.dtype(
     [
@@ -53,9 +50,9 @@ PROBLEM = np.dtype(
         ("q", _int),
         ("k", _int),
         ("v", _int),
-        ("out", _int),  # none: a stream's state is brought forward, nothing is written out
+        ("out", _int),  # none: a stream accumulates into its saved (m, l, O), nothing is written out
         ("lse", _int),
-        # two terms of the scores, each a float bias or a boolean mask by its format, bias standing for the first
+        # two operands of the scores, each a float bias or a boolean mask by its format, bias standing for the first
         ("bias", _int),
         ("mask", _int),
         # byte strides; a row of q, out, bias and mask is a query, one of k and v a key. (One field each: an array of
@@ -84,99 +81,27 @@ PROBLEM = np.dtype(
         ("shift", _int),  # row i stands at position i + shift, counted from the first key given (scores.py)
         ("left", _int),  # a row sees the keys from position - left to position + right
         ("right", _int),
-        # float64 arrays with a number for each batch element and head (key head: k_scales, v_scales)
+        # float64 arrays with a number for each batch element and head (key head: k_scales, v_scales); slopes and sinks
+        # are to base 2 too
         ("slopes", _int),  # ALiBi
         ("sinks", _int),
         ("k_scales", _int),
         ("v_scales", _int),
-        # dropout: a key is kept where its random word reaches the threshold
+        # dropout: a key is kept where its random 32-bit word reaches the threshold
         ("drop_below", _int),
         ("keep_factor", _float),  # 0: no dropout
         ("round_keys", _int, 20),  # dropout.round_keys
         ("row_index", _int),  # index of row 0 and of key 0 among the random words
         ("key_index", _int),
-        # tables, for calls that need them: SEQUENCE a batch element, TILE a tile of rows
+        # tables, for calls that need them: SEQUENCE a batch element, WORK_TILE a work tile of each head
         ("sequences", _int),
-        ("tiles", _int),
-        ("tile_count", _int),
+        ("work_tiles", _int),
+        ("work_tile_count", _int),
         # a stream's state between calls
         ("state", _int),
     ],
     align=True,
 )
-
-
-@dataclass(frozen=True)
-class Call:
-    """A checked call. Arrays are (batch axes, heads, rows, columns) views; B is the product of the batch axes."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    out: np.ndarray | None
-    lse: np.ndarray
-    scale: float
-    left: int = UNLIMITED
-    right: int = UNLIMITED
-    softcap: float = 0.0
-    top_left: bool = False
-    terms: list[np.ndarray] = field(default_factory=list)  # float ones first
-    slopes: np.ndarray | None = None  # (B, H) float64, like sinks
-    sinks: np.ndarray | None = None
-    k_scales: np.ndarray | None = None  # (B, H_kv) float64
-    v_scales: np.ndarray | None = None
-    q_lengths: np.ndarray | None = None  # (B,) int64, like the next two
-    kv_lengths: np.ndarray | None = None
-    q_offset: np.ndarray | None = None
-    counts_from_offset: bool = True  # whether dropout counts rows from q_offset, as from one that the caller gave
-    k_offset: int = 0
-    dropout: float = 0.0
-    seed: int = 0
-    # packed sequences: arrays have one batch element, rows and keys lie between these offsets, (sequences + 1,) int64
-    cu_seqlens_q: np.ndarray | None = None
-    cu_seqlens_k: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class GradCall:
-    """A checked call of the gradient. Arrays are views like a `Call`'s; None is a gradient that isn't asked for.
-
-    The gradients are all 0 at first, in the accumulation format, the one of `call.lse`; what they are copied and summed
-    to afterwards is the front's affair (`gradient.py`).
-    """
-
-    call: Call  # the forward's, its `out` and `lse` holding what came of it
-    dout: np.ndarray  # (batch axes, H, S_q, D_v), of any format that `out` may have
-    dlse: np.ndarray | None  # (batch axes, H, S_q), contiguous, in the accumulation format
-    dq: np.ndarray | None  # (batch axes, H, S_q, D)
-    dk: np.ndarray | None  # (batch axes, the least common multiple of k's and v's head counts, S_kv, D)
-    dv: np.ndarray | None  # (batch axes, likewise, S_kv, D_v)
-    dbias: np.ndarray | None  # of `call.terms[0]`: its axes, those that it repeats along being of length 1
-    dsinks: np.ndarray | None  # (B, H)
-
-
-def flops(call: Call) -> float:
-    """About what a call computes, for deciding on threads: the keys within the window of every row."""
-    keys = min(call.k.shape[-2], call.left + call.right + 1)
-    return 2.0 * (call.q.shape[-1] + call.v.shape[-1]) * keys * call.lse.size
-
-
-def documented_address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def quick_address(array: np.ndarray) -> int:
-    """The data pointer where NumPy's C interface has it, right behind the object's head: in a third of the time."""
-    return ctypes.c_void_p.from_address(id(array) + object.__basicsize__).value or 0
-
-
-_probe = np.zeros(3)[1:]
-address = quick_address if quick_address(_probe) == documented_address(_probe) else documented_address
-
-
-def address_of(array: Any) -> int:
-    """Of an array in host memory or on a GPU (`gpu.arrays.DeviceArray`)."""
-    return address(array) if isinstance(array, np.ndarray) else array.address
 
 
 def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -187,14 +112,14 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
     views = {"q": call.q, "k": call.k, "v": call.v}
     if call.out is not None:
         views["out"] = call.out
-    bias_or_mask = {"mask" if term.dtype == np.bool_ else "bias": term for term in call.terms}
-    if len(call.terms) == 2:
-        bias_or_mask = dict(zip(("bias", "mask"), call.terms, strict=True))
+    bias_or_mask = {"mask" if operand.dtype == np.bool_ else "bias": operand for operand in call.operands}
+    if len(call.operands) == 2:
+        bias_or_mask = dict(zip(("bias", "mask"), call.operands, strict=True))
     strides = {"lse": call.lse.strides}
     for name, array in (views | bias_or_mask).items():
         strides[name] = np.broadcast_to(array, (*batch, *array.shape[-3:])).strides
         problem[name] = address_of(array)
-        problem[f"{name}_format"] = format_code(array.dtype)
+        problem[f"{name}_format"] = known_format(name, array.dtype)
         for axis, stride in zip(AXES, strides[name][-4:], strict=True):
             problem[f"{name}_{axis}"] = stride
     problem["lse"] = address_of(call.lse)
@@ -217,7 +142,7 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
         ("v_scale", call.v_scales),
     ):
         if numbers is not None:
-            numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit / LOG2E, limit / LOG2E), numbers)
+            numbers = in_base_2(numbers, limit) if name in ("slope", "sink") else saturated(numbers, limit)
             problem[f"{name}s"] = address(numbers)
             problem[f"{name}_batch"], problem[f"{name}_head"] = numbers.strides
             alive.append(numbers)
@@ -236,6 +161,25 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
         return problem, alive
     problem["batch"], problem["sequences"] = own.size, address(own)
     return problem, [*alive, own]
+
+
+def known_format(name: str, dtype: np.dtype) -> int:
+    """The code of an array's format. TypeError for one that kernels don't read: they would take it for another."""
+    code = format_code(dtype)
+    if code is None:
+        raise TypeError(f"{name} has a format that no kernel reads: {dtype}")
+    return code
+
+
+def saturated(numbers: np.ndarray, limit: float) -> np.ndarray:
+    """Finite numbers within what stays finite, up to `limit`, when it is brought to base 2."""
+    return np.where(np.isfinite(numbers), np.clip(numbers, -limit / LOG2E, limit / LOG2E), numbers)
+
+
+def in_base_2(numbers: np.ndarray, limit: float) -> np.ndarray:
+    """Slopes, or sinks, for scores that are to base 2. Saturates: a finite number must not become infinite."""
+    with np.errstate(over="ignore"):
+        return saturated(numbers, limit) * LOG2E
 
 
 def batch_sequences(call: Call, strides: dict[str, tuple[int, ...]]) -> np.ndarray:
@@ -270,17 +214,3 @@ def packed_sequences(call: Call, strides: dict[str, tuple[int, ...]]) -> np.ndar
     if not call.top_left:
         own["shift"] = own["keys"] - own["queries"]
     return own
-
-
-def packed_tiles(own: np.ndarray, block_q: int, left: int, right: int) -> np.ndarray:
-    """`TILE` records that cover every row of every sequence, those that see most keys first."""
-    counts = -(-own["queries"] // block_q)
-    tiles = np.zeros(counts.sum(), TILE)
-    tiles["sequence"] = np.repeat(np.arange(own.size), counts)
-    tiles["first_row"] = (np.arange(tiles.size) - np.repeat(counts.cumsum() - counts, counts)) * block_q
-    of = own[tiles["sequence"]]
-    last = tiles["first_row"] + np.minimum(of["queries"] - tiles["first_row"], block_q) - 1
-    stop = np.minimum(of["keys"], last + of["shift"] + right + 1)
-    start = np.maximum(0, tiles["first_row"] + of["shift"] - left)
-    work = np.maximum(stop - start, 0) * (last + 1 - tiles["first_row"])
-    return tiles[np.argsort(-work, kind="stable")]

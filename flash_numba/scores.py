@@ -1,8 +1,8 @@
-"""Score rules, written once as plain functions (see `ops.py`): what is added to a score, and which keys a row sees.
+"""Score rules, written once as plain functions (see `ops.py`): what is done to a score, and what hides a key.
 
 Scores are in base 2, so whatever is added comes multiplied by log2(e); soft-capping only needs its cap so. A row stands
-at a position `p`; positions and key indices count from the same key. The order is scale, softcap, then ALiBi and bias,
-then masks.
+at a position `p`; positions and key indices count from the same key (`geometry.py`). The order is scale, softcap, then
+ALiBi and bias, then masks.
 """
 
 from math import e, inf, log2
@@ -38,19 +38,3 @@ def with_bias(s, bias, lowest):
 def hide(s, seen):
     """The score, or -inf where the key isn't seen. A selection, so that a NaN in a hidden place can't leak."""
     return select(seen, s, -inf)
-
-
-def between(j, first, last):
-    """Whether key j lies in the range that a row sees: causal masks and sliding windows alike."""
-    return (j >= first) & (j <= last)
-
-
-def keys_seen_by_any(first_position, last_position, left, right, keys):
-    """`(start, stop)` of the keys that some row from first to last position sees: the others needn't be read."""
-    start = max(0, min(keys, first_position - left))
-    return start, max(start, min(keys, last_position + right + 1))
-
-
-def keys_seen_by_all(first_position, last_position, left, right, keys):
-    """`(start, stop)` of the keys that every row from first to last position sees: they need no mask."""
-    return max(0, last_position - left), min(keys, first_position + right + 1)
