@@ -79,11 +79,11 @@ def resident(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, **rules: Any
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """A call on copies of arrays that stay on the first GPU: what queues it, and what waits for the end."""
+    from flash_numba.addresses import address_of
     from flash_numba.gpu import dlpack, driver, launch
     from flash_numba.gpu.place import Copies
     from flash_numba.gpu.planned import PLAIN_RULES
     from flash_numba.interface import checked_call
-    from flash_numba.problem import address_of
 
     gpus, stream = driver.find(), dlpack.LEGACY_STREAM
     call, _ = checked_call(q, k, v, **PLAIN_RULES | rules)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .dtypes import BOOL, CODES, EIGHT_BIT, format_code
+from .geometry import UNLIMITED
 from .places import PLAIN
-from .problem import UNLIMITED
 
 DTYPE_NAMES = ", ".join(dtype.name for dtype in CODES)
 EIGHT_BIT_NAMES = ", ".join(dtype.name for dtype in EIGHT_BIT)

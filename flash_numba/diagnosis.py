@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 
 from .arguments import check_choice
+from .call import Call
 from .interface import BACKENDS, checked_call, flops
 from .places import HOST, NO_NUMBA_CUDA, PLAIN, choose
-from .problem import Call, describe
+from .problem import describe
 
 KERNELS = ("forward", "decode")
 

@@ -13,7 +13,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CHECKSUM = 32  # bytes of SHA-256 ahead of the payload
-FORMULAS = ("ops.py", "recurrence.py", "scores.py", "dropout.py", "dtypes.py", "geometry.py", "problem.py")  # in kernels of any target
+FORMULAS = (
+    "ops.py",
+    "recurrence.py",
+    "scores.py",
+    "dropout.py",
+    "dtypes.py",
+    "geometry.py",
+    "problem.py",
+)  # in kernels of any target
 
 log: list[str] = []  # what was loaded, saved or refused in this process, for tests and for reports of trouble
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from . import arguments as check
 from . import reference
+from .call import Call, GradCall
 from .dtypes import CODES
 from .interface import Progress, checked_call, checked_packed_call
-from .problem import Call, GradCall
 from .reference import Gradients
 
 BACKENDS = ("auto", "cpu", "reference")
@@ -224,7 +224,7 @@ def computed(
         dq=zeros_for(q, call.q.shape[-3], call, bshd) if asked["q"] else None,
         dk=zeros_for(k, key_heads, call, bshd) if asked["k"] else None,
         dv=zeros_for(v, key_heads, call, bshd) if asked["v"] else None,
-        dbias=np.zeros(padded(np.shape(bias), call.terms[0].ndim), lse.dtype) if asked["bias"] else None,
+        dbias=np.zeros(padded(np.shape(bias), call.operands[0].ndim), lse.dtype) if asked["bias"] else None,
         dsinks=np.zeros_like(call.sinks, lse.dtype) if asked["sinks"] else None,
     )
     if lse.size:

@@ -8,10 +8,13 @@ import numpy as np
 
 from . import arguments as check
 from . import recurrence, reference
+from .addresses import address
+from .call import Call, flops
 from .places import HOST, choose
 from .prepared import FORMS, is_plain, recall, remember
-from .problem import Call, address, describe, flops, packed_tiles
+from .problem import describe
 from .scores import LOG2E
+from .work_tiles import packed_work_tiles
 
 Progress = Callable[[int, int], None]
 
@@ -280,7 +283,7 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
     Raises:
         ValueError: no parts, or shapes that don't fit.
 
-    Formula: `recurrence.merge_weights`, as in split-KV decoding (Dao et al. 2023, Flash-Decoding).
+    Formula: `recurrence.merge`, as in split-KV decoding (Dao et al. 2023, Flash-Decoding).
     """
     check.check_choice("layout", layout, LAYOUTS)
     try:
@@ -315,12 +318,11 @@ def merge(outs: Any, lses: Any, *, sinks: Any = None, layout: str = "bhsd") -> t
     total = np.zeros(parts[0].shape, dtype)
     with np.errstate(invalid="ignore"):  # NaN is passed on
         for out, lse in zip(parts, lses, strict=True):
-            m, a, b = recurrence.merge_weights(m, lse * dtype.type(LOG2E))
+            m, l, a, b = recurrence.merge(m, l, lse * dtype.type(LOG2E), dtype.type(1))
             empty = (lse == -np.inf)[..., None]  # whatever its output holds
             total = total * a[..., None] + np.where(empty, 0, out) * b[..., None]
-            l = a * l + b
         one_each = -np.inf if sink is None else sink[0, :, None] if many else sink[0]
-        lse, factor = recurrence.conclude(m, l, np.asarray(one_each * LOG2E, dtype))
+        lse, factor = recurrence.finalize(m, l, np.asarray(one_each * LOG2E, dtype))
         result = (total * factor[..., None]).astype(parts[0].dtype)
     return (result.swapaxes(-3, -2) if swap else result), lse.astype(dtype)
 
@@ -375,7 +377,7 @@ def checked_call(
         right=right,
         softcap=check.softcap_value(softcap),
         top_left=causal == "top-left",
-        terms=[term if term.ndim > 3 else term[None] for term in terms],
+        operands=[term if term.ndim > 3 else term[None] for term in terms],
         slopes=check.per_head("alibi_slopes", alibi_slopes, lead, heads, "H"),
         sinks=check.per_head("sinks", sinks, lead, heads, "H"),
         k_scales=check.head_scales("k_scale", k_scale, lead, k_view.shape[-3]),
@@ -445,8 +447,8 @@ def run(
 
     problem, alive = describe(call)
     if call.cu_seqlens_q is not None:
-        tiles = packed_tiles(alive[-1], launch.rows_per_item(call), call.left, call.right)
-        problem["tiles"], problem["tile_count"] = address(tiles), tiles.size
+        tiles = packed_work_tiles(alive[-1], launch.rows_per_item(call), call.left, call.right)
+        problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
         alive.append(tiles)
     if state is not None:
         problem["state"] = address(state)
@@ -459,8 +461,8 @@ def run(
 def run_reference(call: Call, causal: bool | str) -> None:
     exact, exact_lse = reference.attention(
         call.q, call.k, call.v, return_lse=True, causal=causal, window=(call.left, call.right), scale=call.scale,
-        softcap=call.softcap or None, bias=call.terms[0] if call.terms else None,
-        mask=call.terms[1] if len(call.terms) > 1 else None, alibi_slopes=call.slopes, sinks=call.sinks,
+        softcap=call.softcap or None, bias=call.operands[0] if call.operands else None,
+        mask=call.operands[1] if len(call.operands) > 1 else None, alibi_slopes=call.slopes, sinks=call.sinks,
         q_lengths=call.q_lengths, kv_lengths=call.kv_lengths, q_offset=call.q_offset, k_offset=call.k_offset,
         dropout=call.dropout, seed=call.seed, k_scale=call.k_scales, v_scale=call.v_scales,
     )  # fmt: skip

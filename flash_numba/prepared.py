@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .problem import PROBLEM, SEQUENCE, address
+from .addresses import address
+from .problem import PROBLEM, SEQUENCE
 
 PLAIN, SIDES = {type(None), bool, int, float, str}, {type(None), int}
 SHIFT, KEY_INDEX = (PROBLEM.fields[name][1] // 8 for name in ("shift", "key_index"))  # type: ignore[index]

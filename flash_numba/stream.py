@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from . import arguments as check
+from .addresses import address
 from .interface import CAUSAL, LAYOUTS, checked_call, finished, run
 from .places import HOST, choose
 from .prepared import following_keys
-from .problem import address
 
 
 class AttentionStream:

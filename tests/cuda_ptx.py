@@ -17,12 +17,15 @@ from ptx import Counts, GlobalMemory, Machine, parse
 
 import flash_numba
 from flash_numba import interface, reference
+from flash_numba.addresses import address
+from flash_numba.call import Call
 from flash_numba.gpu import compile as compiling
 from flash_numba.gpu import launch
 from flash_numba.gpu.arguments import ARGUMENTS
 from flash_numba.gpu.plan import TABLES_TO_COME, Plan, cut
 from flash_numba.places import Host
-from flash_numba.problem import Call, address, describe, packed_tiles
+from flash_numba.problem import describe
+from flash_numba.work_tiles import packed_work_tiles
 
 CC = (9, 0)
 AT_ONCE = 8  # thread blocks that the interpreter runs together
@@ -67,7 +70,7 @@ class Interpreted(Host):
             q=memory.place(call.q),
             k=memory.place(call.k),
             v=memory.place(call.v),
-            terms=[memory.place(term) for term in call.terms],
+            operands=[memory.place(term) for term in call.operands],
             out=memory.place(call.out, "write"),
             lse=memory.place(call.lse, "write"),
         )
@@ -82,13 +85,13 @@ class Interpreted(Host):
             call = launch.with_rows_behind(call)
         problem, alive = describe(call)
         if call.cu_seqlens_q is not None:
-            problem["tiles"] = TABLES_TO_COME
+            problem["work_tiles"] = TABLES_TO_COME
         reason = self.module.why_not(problem, CC)
         assert reason is None, reason
         kernel = self.module.specialise(problem, CC)
         if call.cu_seqlens_q is not None:
-            tiles = packed_tiles(alive[-1], kernel.rows, call.left, call.right)
-            problem["tiles"], problem["tile_count"] = address(tiles), tiles.size
+            tiles = packed_work_tiles(alive[-1], kernel.rows, call.left, call.right)
+            problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
             alive.append(tiles)
         name = self.module.__name__.split(".")[-1]
         of = cut(

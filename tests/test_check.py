@@ -223,7 +223,7 @@ def test_guard_minus_infinity_reference(dtype):
     m, ref, alpha = recurrence.advance(-inf, -inf)
     assert (m, ref, alpha) == (-inf, 0.0, 0.0)
     assert recurrence.weight(-inf, ref) == 0
-    assert recurrence.merge_weights(-inf, -inf)[1:] == (0.0, 0.0)
+    assert recurrence.merge(-inf, 0.0, -inf, 0.0)[1:] == (0.0, 0.0, 0.0)
 
     q, k, v = normal(3, 1100, 8, dtype=dtype)
     mask = np.arange(1100) >= np.array([[0], [1], [600], [1099], [1100]])
@@ -289,9 +289,9 @@ def test_guard_sink_is_merged_at_the_end(rows):
     with_sink, lse_with_sink = flash_numba.attention(normal(rows, 8), keys, keys, sinks=[sink], return_lse=True)
     np.testing.assert_allclose(lse_with_sink, np.logaddexp(lse, sink), rtol=1e-6)
     np.testing.assert_allclose(with_sink, out * np.exp(lse - lse_with_sink)[:, None], rtol=1e-5, atol=1e-7)
-    m, a, b = recurrence.merge_weights(-inf, sink)  # a row without a key
-    assert (m, a, b) == (sink, 0, 1)
-    assert recurrence.lse(m, a * 0.0 + b) == pytest.approx(sink * recurrence.LN2)
+    m, l, a, b = recurrence.merge(-inf, 0.0, sink, 1.0)  # a row without a key
+    assert (m, l, a, b) == (sink, 1, 0, 1)
+    assert recurrence.lse(m, l) == pytest.approx(sink * recurrence.LN2)
     top, far = flash_numba.attention(normal(rows, 8), keys, keys, sinks=[1000.0], return_lse=True)
     assert (top == 0).all()  # its weight underflows: no overflow of the sink's
     np.testing.assert_allclose(far, 1000, rtol=1e-6)

@@ -567,13 +567,13 @@ def test_packed_sequences_and_the_rows_behind_them(gpu):
     q, k, v = (x[0].swapaxes(0, 1) for x in qkv())
     attention_varlen(*map(DeviceThing, (q, k, v)), np.array([0, 5, 18]), [0, 20, 30], sinks=[0.1, 0.2, 0.3, 0.4])
     from flash_numba.gpu.arguments import ARGUMENTS
-    from flash_numba.problem import SEQUENCE, TILE
+    from flash_numba.problem import SEQUENCE, WORK_TILE
 
     p = np.frombuffer(gpu.started[0].parameters, ARGUMENTS)[0]
     own = np.frombuffer(ctypes.string_at(int(p["sequences"]), 3 * SEQUENCE.itemsize), SEQUENCE) if gpu.memory else None
     assert (p["batch"], p["tile_count"]) == (3, 3)
     assert own is None or own["queries"].tolist() == [5, 13, 2]
-    assert TILE.itemsize == 16
+    assert WORK_TILE.itemsize == 16
 
 
 # -- PyTorch and CuPy, by stand-ins: what is asked of them, and that repeated calls ask for little ---------------------

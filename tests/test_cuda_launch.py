@@ -199,7 +199,7 @@ def test_a_launch_gets_what_was_planned(fake, call):
         assert found["thread blocks"].startswith(f"{np.prod(started.grid)} of {kernel.threads} threads")
     else:
         rows = [70, 230]
-        assert record["tile_count"] == sum(-(-n // kernel.rows) for n in rows)
+        assert record["work_tile_count"] == sum(-(-n // kernel.rows) for n in rows)
     if call == "decode":
         assert record["splits"] * record["split_keys"] >= 300
 

@@ -10,7 +10,7 @@ import pytest
 from numba import njit, types
 from numba.core.ccallback import CFunc
 
-from flash_numba import attention, dropout, dtypes, ops, recurrence, reference, scores
+from flash_numba import attention, dropout, dtypes, geometry, ops, recurrence, reference, scores
 from flash_numba.cpu import forward
 from flash_numba.cpu.compile import MATH
 from flash_numba.cpu.simd import TILE, lane, lanes_of, load, pointer_to, row_numbers, scalar, store, tile_width
@@ -195,8 +195,8 @@ def test_score_rules_agree_on_numpy_and_lanes(dtype):
 def test_between_includes_both_ends(dtype):
     j, first, last = (x.ravel().astype(dtype) for x in np.meshgrid(*[np.arange(-3, 4)] * 3))
     want = (first <= j) & (j <= last)
-    np.testing.assert_array_equal(scores.between(j, first, last), want)
-    one_or_nothing = njit(lambda j, first, last: ops.select(scores.between(j, first, last), j * 0 + 1, j * 0))
+    np.testing.assert_array_equal(geometry.between(j, first, last), want)
+    one_or_nothing = njit(lambda j, first, last: ops.select(geometry.between(j, first, last), j * 0 + 1, j * 0))
     for got in on_tile(one_or_nothing, j, first, last):
         np.testing.assert_array_equal(got == 1, want)
 
@@ -206,13 +206,41 @@ def test_ranges_of_keys_are_those_between():
     for first, last, left, right, keys in itertools.product(range(-3, 7), range(-3, 9), range(4), range(4), (0, 1, 5)):
         if last < first:
             continue
-        seen = [[scores.between(j, p - left, p + right) for j in range(keys)] for p in range(first, last + 1)]
+        seen = [[geometry.between(j, p - left, p + right) for j in range(keys)] for p in range(first, last + 1)]
         some, every = np.any(seen, axis=0), np.all(seen, axis=0)
-        start, stop = scores.keys_seen_by_any(first, last, left, right, keys)
-        assert 0 <= start <= stop <= max(keys, start)
-        assert [j for j in range(keys) if start <= j < stop] == list(np.flatnonzero(some))
-        start, stop = scores.keys_seen_by_all(first, last, left, right, keys)
-        assert [j for j in range(keys) if start <= j < stop] == list(np.flatnonzero(every))
+        visible = geometry.visible_keys(first, last, left, right, 0, keys)
+        assert 0 <= visible.start <= visible.stop <= max(keys, visible.start)
+        assert [j for j in range(keys) if visible.start <= j < visible.stop] == list(np.flatnonzero(some))
+        assert [j for j in range(keys) if visible.full_start <= j < visible.full_stop] == list(np.flatnonzero(every))
+        part = geometry.visible_keys(first, last, left, right, 2, max(2, keys))  # of a KV split, or of a block
+        assert [j for j in range(2, keys) if part.start <= j < part.stop] == list(np.flatnonzero(some[2:]) + 2)
+
+
+def test_no_rows_see_no_key():
+    visible = geometry.visible_keys(3, 2, geometry.UNLIMITED, geometry.UNLIMITED, 0, 9)
+    assert visible.start >= visible.stop
+
+
+def test_blocks_of_keys_and_what_a_tile_sees_of_them():
+    """Every key that some row sees lies in a block that is visited; the state of a block is that of its keys."""
+    for first, last, left, right, keys in itertools.product(
+        range(-3, 7), range(-3, 9), (0, 2, 9), (0, 2, 9), (0, 1, 5, 9)
+    ):
+        if last < first:
+            continue
+        seen = [[geometry.between(j, p - left, p + right) for j in range(keys)] for p in range(first, last + 1)]
+        some, every = np.any(seen, axis=0), np.all(seen, axis=0)
+        visible = geometry.visible_keys(first, last, left, right, 0, keys)
+        visited, block = [], geometry.next_block(visible, 0, 4)
+        while block < visible.stop:
+            assert block % 4 == 0
+            visited.append(block)
+            block = geometry.next_block(visible, block + 4, 4)
+        for start in range(0, keys, 4):
+            state = geometry.block_state(visible, start, start + 4)
+            assert (start in visited) == some[start : start + 4].any() == (state != geometry.SKIP)
+            # a block that ends with the last key isn't full: what fills it up is no key
+            assert (state == geometry.FULL) == (start + 4 <= keys and every[start : start + 4].all())
 
 
 # ---- the dropout generator
@@ -279,12 +307,24 @@ def test_words_are_compared_as_unsigned_numbers():
         np.testing.assert_array_equal(got == 1, want)
 
 
-def test_merge_weights_bring_two_states_together():
-    a, b = (3.0, 2.0), (5.0, 1.5)
-    m, alpha_a, alpha_b = recurrence.merge_weights(a[0], b[0])
-    assert m == 5.0
-    assert alpha_a * a[1] + alpha_b * b[1] == 2.0 * 2**-2 + 1.5
-    assert recurrence.merge_weights(-math.inf, -math.inf)[1:] == (0.0, 0.0)  # two empty states stay empty
+def test_merge_brings_two_states_together():
+    m, l, alpha_a, alpha_b = recurrence.merge(3.0, 2.0, 5.0, 1.5)
+    assert (m, l, alpha_a, alpha_b) == (5.0, 2.0 * 2**-2 + 1.5, 2**-2, 1.0)
+    assert recurrence.merge(-math.inf, 0.0, -math.inf, 0.0) == (-math.inf, 0.0, 0.0, 0.0)  # two empty states stay empty
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_rounding_factor_is_an_exponential(dtype):
+    rounding = np.array([0.0, 1e-8, -3e-4, 0.0199, -0.0199, 0.02, -0.5, np.nan, np.inf], dtype)
+    want = np.where(np.abs(rounding) < 0.02, np.exp(-rounding.astype(np.float64)), 1.0)
+    np.testing.assert_allclose(recurrence.rounding_factor(rounding), want, rtol=2e-6)
+    for got in on_tile(njit(recurrence.rounding_factor), rounding):
+        np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+def test_each_key_has_a_word_of_its_counter():
+    j, words = np.arange(9), [np.full(9, n) for n in (10, 11, 12, 13)]
+    np.testing.assert_array_equal(dropout.word_of_key(words, j), 10 + j % 4)
 
 
 def test_integer_lanes_count_rows():
@@ -295,7 +335,9 @@ def test_integer_lanes_count_rows():
     def run(o):
         o = at(o)
         store(
-            ops.select(scores.between(10, row_numbers(o, -100), row_numbers(o, 7)), lanes_of(o, 1.0), lanes_of(o, 0.0)),
+            ops.select(
+                geometry.between(10, row_numbers(o, -100), row_numbers(o, 7)), lanes_of(o, 1.0), lanes_of(o, 0.0)
+            ),
             o,
             0,
         )

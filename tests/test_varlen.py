@@ -19,7 +19,8 @@ from test_conformance import assert_within, expect_call, normal, same_bits
 from flash_numba import attention, attention_varlen, reference
 from flash_numba.cpu import launch
 from flash_numba.cpu.plan import FEW_QUERIES
-from flash_numba.problem import SEQUENCE, packed_tiles
+from flash_numba.problem import SEQUENCE
+from flash_numba.work_tiles import packed_work_tiles
 
 INF, NAN = math.inf, math.nan
 fuzz = settings(max_examples=80, deadline=None, database=None, derandomize=True)
@@ -340,7 +341,7 @@ def test_tiles_cover_every_row_once_longest_first(lengths, block_q, sides):
     if lengths:
         own["queries"], own["keys"] = np.transpose(lengths)
     own["shift"] = own["keys"] - own["queries"]
-    tiles = packed_tiles(own, block_q, *sides)
+    tiles = packed_work_tiles(own, block_q, *sides)
     rows = [(b, i) for b, first in tiles for i in range(first, min(first + block_q, lengths[b][0]))]
     assert sorted(rows) == [(b, i) for b, (count, _) in enumerate(lengths) for i in range(count)]
     if sides == (2**40, 2**40):

@@ -20,7 +20,7 @@ from math import inf
 
 from numba import njit, types
 
-from .. import ops, recurrence, scores
+from .. import geometry, ops, recurrence, scores
 from .backward_plan import CONTROL, ITEM
 from .compile import HELPER, STAGE
 from .forward import (
@@ -331,7 +331,7 @@ def differentiate_rows(p, plan, item, scratch, control):
     dq_at, dk_at, dv_at, dout_at, delta_at, dbias_at, _, _, _, _, _ = operands(g, b, h)
     rows = max(0, min(plan.block_q, queries - first_row))
     tiles = (rows + width - 1) // width
-    slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E
+    slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0)
     scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h // p.k_group, 1.0)  # to base 2
     v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h // p.v_group, 1.0)
     load_item(p, g, plan, scratch, first_row, rows, q_at, out_at, dout_at, lse_at, delta_at, scale, v_scale)
@@ -339,7 +339,7 @@ def differentiate_rows(p, plan, item, scratch, control):
     position = first_row + shift
     start, stop = 0, 0
     if rows > 0:
-        start, stop = scores.keys_seen_by_any(position, position + rows - 1, p.left, p.right, keys)
+        start, stop, _, _ = geometry.visible_keys(position, position + rows - 1, p.left, p.right, 0, keys)
     first_block, end_block = start // block_k, (stop + block_k - 1) // block_k
     if plan.walks_all:
         first_block, end_block = 0, (p.keys + block_k - 1) // block_k

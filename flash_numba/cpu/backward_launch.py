@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from .. import recurrence
-from ..problem import Call, GradCall, address, describe, flops
+from ..addresses import address
+from ..call import Call, GradCall, flops
+from ..problem import describe
 from ..scores import LOG2E
 from . import launch
 from .backward_plan import links, plan_backward
@@ -79,7 +81,7 @@ def run_kernel(grad, dk, dv, delta, lanes: Lanes, progress: Progress | None) -> 
 
 def is_shared(dbias: np.ndarray | None, call: Call) -> bool:
     """Whether heads or batch elements have a bias in common, and so its gradient."""
-    return dbias is not None and dbias.shape[:-2] != call.terms[0].shape[:-2]
+    return dbias is not None and dbias.shape[:-2] != call.operands[0].shape[:-2]
 
 
 def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
@@ -117,9 +119,9 @@ def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.nd
     stand_ins: dict[str, Any] = {
         name: getattr(call, name) if array is None else array for name, array in arrays.items()
     }
-    terms = [] if grad.dbias is None else [np.broadcast_to(grad.dbias, call.terms[0].shape)]
+    terms = [] if grad.dbias is None else [np.broadcast_to(grad.dbias, call.operands[0].shape)]
     none: dict[str, Any] = dict.fromkeys(("slopes", "sinks", "k_scales", "v_scales"))
-    problem, alive = describe(replace(call, **stand_ins, **none, out=grad.dout, lse=delta, terms=terms))
+    problem, alive = describe(replace(call, **stand_ins, **none, out=grad.dout, lse=delta, operands=terms))
     for name, array in arrays.items():
         if array is None:
             problem[name] = 0

@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 from numba import njit
 
-from .. import dropout, ops, recurrence, scores
+from .. import dropout, geometry, ops, recurrence, scores
 from ..dtypes import BOOL
 from .compile import HELPER, STAGE
 from .forward import each_item, of_head, operands
@@ -78,7 +78,7 @@ def hide_row(s, tiles, first, last):
     width = tile_width(s)
     for t in range(tiles):
         low, high = np.int32(max(-1, first - t * width)), np.int32(min(width, last - t * width))
-        store(scores.hide(load(s, t), scores.between(row_numbers(s, 0), low, high)), s, t)
+        store(scores.hide(load(s, t), geometry.between(row_numbers(s, 0), low, high)), s, t)
 
 
 @njit(**STAGE)
@@ -147,8 +147,7 @@ def merge_shares(o, m, l, first, shares, share_bytes, plan_m, plan_l, rows, o_st
         for share in range(shares):
             state = part(first, share * share_bytes)
             share_m, share_l = part(state, plan_m)[r], part(state, plan_l)[r]
-            top, a, b = recurrence.merge_weights(top, lane(share_m))
-            total = a * total + b * lane(share_l)
+            top, total, a, b = recurrence.merge(top, total, lane(share_m), lane(share_l))
             mine, theirs, share_o = scalar(a), scalar(b), move(state, r * o_stride)
             for c in range(o_stride):
                 row[c] = mine * row[c] + theirs * share_o[c]
@@ -188,7 +187,7 @@ def attend_share(p, plan, item, scratch, control):
     for c in range(rows * o_stride):
         o[c] = 0
 
-    start, stop = scores.keys_seen_by_any(shift, shift + queries - 1, p.left, p.right, keys)
+    start, stop, _, _ = geometry.visible_keys(shift, shift + queries - 1, p.left, p.right, 0, keys)
     start, stop = max(start, share * plan.share_keys), min(stop, (share + 1) * plan.share_keys)
     has_bias, has_mask = p.bias != 0, p.mask != 0
     for j0 in range(start // plan.block_k * plan.block_k, stop, plan.block_k):
@@ -223,7 +222,7 @@ def attend_share(p, plan, item, scratch, control):
                 softcap_scores(row, tiles, p.softcap)
             slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0)
             if slope != 0.0:
-                alibi_row(row, tiles, slope * scores.LOG2E, shift + i - j0)
+                alibi_row(row, tiles, slope, shift + i - j0)
             if has_bias:
                 apply_term(row, move(bias, r * s_stride), tiles, p.bias_format == BOOL)
             if has_mask:
@@ -274,12 +273,12 @@ def attend_share(p, plan, item, scratch, control):
     v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h0 // p.v_group, 1.0)
     for r in range(rows):
         h, i = r // p.queries, r % p.queries
-        sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf) * scores.LOG2E
-        row_lse, factor = recurrence.conclude(lane(m[r]), lane(l[r]), lane(real(m, sink)))
+        sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf)
+        row_lse, factor = recurrence.finalize(lane(m[r]), lane(l[r]), lane(real(m, sink)))
         pointer_like(o, lse_at + h * p.lse_head + i * size)[0] = scalar(row_lse)
         factor = factor * lane(real(m, v_scale))
         for c in range(p.value_dim):
-            staging[c] = scalar(recurrence.normalised(lane(o[r * o_stride + c]), lane(l[r]), factor))
+            staging[c] = scalar(recurrence.normalized(lane(o[r * o_stride + c]), lane(l[r]), factor))
         to = out_at + h * p.out_head + i * p.out_row
         write_row(to, p.out_column, p.out_format, staging, p.value_dim)
 

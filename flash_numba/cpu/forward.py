@@ -15,8 +15,8 @@ from math import inf
 
 from numba import njit, types
 
-from .. import ops, recurrence, scores
-from ..problem import PROBLEM, SEQUENCE, TILE
+from .. import geometry, ops, recurrence, scores
+from ..problem import PROBLEM, SEQUENCE, WORK_TILE
 from . import (
     lanes,  # noqa: F401  gives the words of the formulas their meaning
     simd,
@@ -44,9 +44,9 @@ from .simd import (
     tile_width,
 )
 
-problem_at, sequence_at, tile_at, control_at = (record_at(dtype) for dtype in (PROBLEM, SEQUENCE, TILE, CONTROL))
+problem_at, sequence_at, tile_at, control_at = (record_at(dtype) for dtype in (PROBLEM, SEQUENCE, WORK_TILE, CONTROL))
 float64_at = pointer_to(types.float64)
-SEQUENCE_BYTES, TILE_BYTES = SEQUENCE.itemsize, TILE.itemsize
+SEQUENCE_BYTES, TILE_BYTES = SEQUENCE.itemsize, WORK_TILE.itemsize
 STEP = simd.TILE.rows
 score_step, score_step_1 = (simd.product_step(m, simd.TILE.vectors, across=False) for m in (STEP, 1))
 value_step, value_step_1 = (simd.product_step(m, simd.TILE.vectors, across=True, blend="lanes") for m in (STEP, 1))
@@ -59,8 +59,8 @@ value_step, value_step_1 = (simd.product_step(m, simd.TILE.vectors, across=True,
 def locate(p, plan, item):
     """Which rows an item is: `(sequence, head, first row, number of the tile)`. Longest first, heads side by side."""
     tile, h = item // p.heads, item % p.heads
-    if p.tiles != 0:
-        row = tile_at(p.tiles + tile * TILE_BYTES)
+    if p.work_tiles != 0:
+        row = tile_at(p.work_tiles + tile * TILE_BYTES)
         return row.sequence, h, row.first_row, tile
     count = (p.queries + plan.block_q - 1) // plan.block_q
     b = tile % p.batch
@@ -139,8 +139,7 @@ def keys_of_tile(p, position, rows, keys, start, stop):
     position: of the first row.
     """
     last = position + rows - 1
-    j0, j1 = scores.keys_seen_by_any(position, last, p.left, p.right, keys)
-    all0, all1 = scores.keys_seen_by_all(position, last, p.left, p.right, keys)
+    j0, j1, all0, all1 = geometry.visible_keys(position, last, p.left, p.right, 0, keys)
     return max(j0, start), min(j1, stop), all0, all1
 
 
@@ -229,7 +228,7 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias
     for c in range(value_dim):
         total = lanes_of(s, 0.0)
         for j in range(keys):
-            seen = scores.between(j, first, last)
+            seen = geometry.between(j, first, last)
             if has_bias:
                 seen = seen & (load(bias, j) != bias_hides)
             if has_mask:
@@ -245,7 +244,7 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias
 def write_rows(o, m, l, staging, finals, rows, value_dim, out, row_stride, column_stride, code, lse, sink, v_scale):
     """Take the sink in, normalise, and write a register tile's rows out. The state itself stays as it is."""
     width = tile_width(o)
-    row_lse, factor = recurrence.conclude(load(m, 0), load(l, 0), real(m, sink))
+    row_lse, factor = recurrence.finalize(load(m, 0), load(l, 0), real(m, sink))
     store(row_lse, finals, 0)
     store(factor * real(m, v_scale), finals, 1)
     lse_out = pointer_like(o, lse)
@@ -256,7 +255,7 @@ def write_rows(o, m, l, staging, finals, rows, value_dim, out, row_stride, colum
         lse_out[r] = finals[r]
         row, own_l, factor = move(to, r * stride), lane(l[r]), lane(finals[width + r])
         for c in range(value_dim):
-            row[c] = scalar(recurrence.normalised(lane(row[c]), own_l, factor))
+            row[c] = scalar(recurrence.normalized(lane(row[c]), own_l, factor))
         if not direct:
             write_row(out + r * row_stride, column_stride, code, row, value_dim)
 
@@ -288,8 +287,8 @@ def attend_rows(p, plan, item, scratch, control):
     q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, queries, keys, shift, row_index = operands(p, b, h)
     rows = max(0, min(plan.block_q, queries - first_row))
     tiles = (rows + width - 1) // width
-    slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E
-    sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf) * scores.LOG2E
+    slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0)
+    sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf)
     scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h // p.k_group, 1.0)
     v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h // p.v_group, 1.0)
 
@@ -302,7 +301,7 @@ def attend_rows(p, plan, item, scratch, control):
     )
 
     position = first_row + shift
-    start, stop = scores.keys_seen_by_any(position, position + rows - 1, p.left, p.right, keys)
+    start, stop, _, _ = geometry.visible_keys(position, position + rows - 1, p.left, p.right, 0, keys)
     # from a fixed multiple, so that the bits of a row don't depend on the rows that share its item
     for block_start in range(start // plan.block_k * plan.block_k, stop, plan.block_k):
         if read_flag(control + CANCEL) != 0:
@@ -370,7 +369,7 @@ def attend_rows(p, plan, item, scratch, control):
             sink,
             v_scale,
         )
-    if p.tiles == 0:
+    if p.work_tiles == 0:
         empty = min(plan.block_q, p.queries - first_row) - rows
         out_rows, lse_rows = out_rows + rows * p.out_row, lse_rows + rows * size
         write_empty_rows(staging, empty, value_dim, out_rows, p.out_row, p.out_column, p.out_format, lse_rows, sink)

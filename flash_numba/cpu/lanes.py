@@ -8,7 +8,7 @@ from math import inf
 
 from numba.extending import overload, register_jitable
 
-from .. import dropout, dtypes, ops, recurrence, scores
+from .. import dropout, dtypes, geometry, ops, recurrence, scores
 from ..ops import as_float, as_int
 from .compile import HelperCompiler
 from .simd import Lanes
@@ -142,5 +142,12 @@ meaning(ops.tanh, float32=tanh_float32, float64=tanh_float64)
 meaning(ops.log2, float32=log2_float32, float64=log2_float64)
 
 # Whatever is written in these words alone compiles as it stands.
-for _formula in (ops.maximum, *formulas(recurrence), *formulas(scores), *formulas(dtypes), *formulas(dropout)):
+for _formula in (
+    ops.maximum,
+    *formulas(recurrence),
+    *formulas(scores),
+    *formulas(geometry),
+    *formulas(dtypes),
+    *formulas(dropout),
+):
     register_jitable(**INLINE)(_formula)

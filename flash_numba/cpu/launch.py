@@ -20,7 +20,9 @@ import numpy as np
 from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
-from ..problem import PROBLEM, Call, address, describe
+from ..addresses import address
+from ..call import Call
+from ..problem import PROBLEM, describe
 from .compile import MATH
 from .kernel_cache import KernelCache
 from .plan import (

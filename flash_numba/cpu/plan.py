@@ -84,7 +84,7 @@ def block_rows(queries: int, lanes: Lanes) -> int:
 
 def has_few_queries(problem: np.ndarray) -> bool:
     """Whether `decode` takes a call: few rows a head, none of them packed with other sequences or part of a stream."""
-    special = problem["tiles"] or problem["state"] or not problem["out"]
+    special = problem["work_tiles"] or problem["state"] or not problem["out"]
     return bool(problem["queries"] <= FEW_QUERIES and not special)
 
 
@@ -104,7 +104,7 @@ def plan_forward(problem: np.ndarray, lanes: Lanes) -> np.ndarray:
     block_q = block_rows(queries, lanes)
     block_k = min(BLOCK_K, max(1, keys))
     control = np.zeros((), CONTROL)
-    tiles = problem["tile_count"] if problem["tiles"] else problem["batch"] * -(-queries // block_q)
+    tiles = problem["work_tile_count"] if problem["work_tiles"] else problem["batch"] * -(-queries // block_q)
     control["items"] = tiles * problem["heads"]
     control["block_q"], control["block_k"] = block_q, block_k
     bias, mask = bool(problem["bias"]), bool(problem["mask"])

@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 from numba import njit
 
-from .. import dropout, ops, scores
+from .. import dropout, geometry, ops, scores
 from ..dtypes import BOOL
 from .compile import HELPER, STAGE
 from .rows import fetch_row, in_place, saturated, transpose, uint8_at
@@ -140,7 +140,7 @@ def hide_by_position(s, start, stop, first, last):
     """-inf for the keys start to stop that lie outside a row's range; `first` and `last` are the first row's bounds."""
     first, last = bound(s, first), bound(s, last)
     for j in range(start, stop):
-        store(scores.hide(load(s, j), scores.between(j, first, last)), s, j)
+        store(scores.hide(load(s, j), geometry.between(j, first, last)), s, j)
 
 
 @njit(**STAGE)

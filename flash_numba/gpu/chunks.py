@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..problem import Call
+from ..call import Call
 from .arrays import DeviceArray
 
 

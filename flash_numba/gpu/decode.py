@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 from numba import cuda, types
 
-from .. import recurrence, scores
+from .. import geometry, recurrence, scores
 from .compile import Kernel
 from .copies import wait_for_all_but_last_copies, wait_for_copies
 from .decode_stages import (
@@ -94,7 +94,7 @@ def build(cut):
         mine = r < rows_here and i < queries
         slope = real(0.0)
         if mine:
-            slope = real(of_head(p.slopes, p.slope_batch, p.slope_head, b, h0 + h, 0.0) * scores.LOG2E)
+            slope = real(of_head(p.slopes, p.slope_batch, p.slope_head, b, h0 + h, 0.0))
         scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, quotient(h0, p.k_group), 1.0)
         scale = real(max(-highest, min(highest, scale)))
         cap, inverse_cap = real(0.0), real(0.0)
@@ -106,8 +106,7 @@ def build(cut):
             o[n] = real(0.0)
         column, key_group = t % across, t // across
 
-        start, stop = scores.keys_seen_by_any(shift, shift + queries - 1, p.left, p.right, keys)
-        all0, all1 = scores.keys_seen_by_all(shift, shift + queries - 1, p.left, p.right, keys)
+        start, stop, all0, all1 = geometry.visible_keys(shift, shift + queries - 1, p.left, p.right, 0, keys)
         start, stop = max(start, split * p.split_keys), min(stop, (split + 1) * p.split_keys)
         if queries <= 0 or start >= stop:
             start = stop = 0
@@ -140,7 +139,7 @@ def build(cut):
             low, high = max(position - p.left, start), min(position + p.right, stop - 1)
             for n in range(u, threads, of_row):
                 j, at = j0 + n, s_at + r * s_stride + n
-                x, seen = get(shared, at), mine and scores.between(j0 + n, low, high)
+                x, seen = get(shared, at), mine and geometry.between(j0 + n, low, high)
                 if p.softcap != 0.0:
                     x = scalar(scores.softcapped(lane(x), lane(cap), lane(inverse_cap)))
                 if p.slopes != 0:
@@ -275,7 +274,7 @@ def why_not(problem: np.ndarray, cc: tuple[int, int]) -> str | None:
     """Why this kernel doesn't take a call, in words; None if it does."""
     if problem["queries"] > FEW_QUERIES:
         return f"more than {FEW_QUERIES} queries"
-    if problem["tiles"] or problem["state"] or not problem["out"]:
+    if problem["work_tiles"] or problem["state"] or not problem["out"]:
         return "packed sequences and streams have tiles of rows"
     if cc < (8, 0) and not SIMULATED:
         return "copies that run aside need compute capability 8.0"

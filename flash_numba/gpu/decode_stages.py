@@ -330,8 +330,7 @@ def ending(cut):
         for n in range(n_splits):
             at = first + n * between_splits
             m_n, l_n = load_real(at + value_dim * itemsize), load_real(at + (value_dim + 1) * itemsize)
-            m, mine, theirs = recurrence.merge_weights(m, lane(m_n))
-            l = mine * l + theirs * lane(l_n)
+            m, l, mine, theirs = recurrence.merge(m, l, lane(m_n), lane(l_n))
             if m_n != real(-inf):  # else there is no output
                 x = scalar(mine) * x + scalar(theirs) * load_real(at + c * itemsize)
         return x, scalar(m), scalar(l)
@@ -339,12 +338,12 @@ def ending(cut):
     @device
     def write_element(p, h0, b, h, i, out_at, lse_at, c, x, m, l):
         """Column c of a row of which all keys have been seen, and with column 0 its log-sum-exp."""
-        sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf) * scores.LOG2E)
+        sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf))
         v_scale = real(of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, quotient(h0, p.v_group), 1.0))
-        row_lse, factor = recurrence.conclude(lane(m), lane(l), lane(sink))
+        row_lse, factor = recurrence.finalize(lane(m), lane(l), lane(sink))
         if c == 0:
             write(lse_at + h * p.lse_head + i * itemsize, own_format, scalar(row_lse))
         at = out_at + h * p.out_head + i * p.out_row + c * p.out_column
-        write(at, p.out_format, scalar(recurrence.normalised(lane(x), lane(l), lane(scalar(factor) * v_scale))))
+        write(at, p.out_format, scalar(recurrence.normalized(lane(x), lane(l), lane(scalar(factor) * v_scale))))
 
     return store_state, merge_splits, write_element

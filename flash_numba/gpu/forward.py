@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 from numba import cuda, types
 
-from .. import recurrence, scores
+from .. import geometry, recurrence, scores
 from .compile import Kernel
 from .memory import local_array, put, take
 from .operands import locate, of_head, operands, quotient
@@ -61,7 +61,7 @@ def build(tiling, formats):
         b, h, first_row = locate(p, int64(block_index()), block_q)
         q_at, k_at, v_at, _, _, bias_at, mask_at, queries, total_keys, shift, row_index = operands(p, b, h)
         own_rows = max(0, min(block_q, queries - first_row))
-        slope = real(of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E)
+        slope = real(of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0))
         scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, quotient(h, p.k_group), 1.0)
         scale = real(max(-highest, min(highest, scale)))
         cap, inverse_cap = real(0.0), real(0.0)
@@ -83,8 +83,9 @@ def build(tiling, formats):
             o[n] = real(0.0)
 
         position = first_row + shift
-        start, stop = scores.keys_seen_by_any(position, position + own_rows - 1, p.left, p.right, total_keys)
-        all0, all1 = scores.keys_seen_by_all(position, position + own_rows - 1, p.left, p.right, total_keys)
+        start, stop, all0, all1 = geometry.visible_keys(
+            position, position + own_rows - 1, p.left, p.right, 0, total_keys
+        )
         if own_rows <= 0 or start >= stop:
             start = stop = 0
         else:
@@ -150,7 +151,7 @@ def build(tiling, formats):
                     low = int32(max(row - p.left, first - tx))
                     high = int32(max(min(row + p.right, last - 1 - tx), -threads_x))
                     for c in range(keys):
-                        seen = scores.between(int32(c * threads_x), low, high)
+                        seen = geometry.between(int32(c * threads_x), low, high)
                         s[r * keys + c] = scalar(scores.hide(lane(s[r * keys + c]), seen))
 
             for r in range(rows):
@@ -219,7 +220,7 @@ def why_not(problem: np.ndarray, cc: tuple[int, int]) -> str | None:
 
 def grid(record: np.ndarray) -> tuple[int, int, int]:
     """One thread block for each tile of rows of each head."""
-    tiles = record["tile_count"] if record["tiles"] else record["batch"] * record["row_tiles"]
+    tiles = record["work_tile_count"] if record["work_tiles"] else record["batch"] * record["row_tiles"]
     return int(tiles * record["heads"]), 1, 1
 
 

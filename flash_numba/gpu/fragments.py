@@ -11,7 +11,7 @@ from math import inf
 
 from numba import cuda, float32, int32, uint32
 
-from .. import dropout, ops, recurrence, scores
+from .. import dropout, geometry, ops, recurrence, scores
 from ..dtypes import BOOL, FLOAT16
 from . import ptx
 from .elements import HIGHEST, read_float32
@@ -187,7 +187,7 @@ def position_mask(shape):
         own_first, own_last = lane(int32(first + r * 8)), lane(int32(min(last + r * 8, end)))
         for n in range(columns):
             for e in range(2):
-                seen = scores.between(lane(int32(n * 8 + e)), own_first, own_last)
+                seen = geometry.between(lane(int32(n * 8 + e)), own_first, own_last)
                 s[score(r, n) + e] = scalar(scores.hide(lane(s[score(r, n) + e]), seen))
 
     return unrolled(rows, hide_in_row)

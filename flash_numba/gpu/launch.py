@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import Call, address, address_of, describe, packed_tiles
+from ..addresses import address, address_of
+from ..call import Call
+from ..problem import describe
+from ..work_tiles import packed_work_tiles
 from . import cubins
 from .arguments import ARGUMENTS, unpack
 from .compile import Kernel
 from .driver import Loaded, usable
 from .plan import TABLES_TO_COME, Cut, Plan, choose, cut
 
-TABLES = ("slopes", "sinks", "k_scales", "v_scales", "sequences", "tiles")  # fields that point to host tables
+TABLES = ("slopes", "sinks", "k_scales", "v_scales", "sequences", "work_tiles")  # fields that point to host tables
 ALIGNMENT = 128
 
 WORDS = ARGUMENTS.itemsize // 8
@@ -66,12 +69,12 @@ def plan_call(call: Call, cc: tuple[int, int], simulated: bool) -> tuple[Plan, C
         call = with_rows_behind(call)
     problem, alive = describe(call)
     if call.cu_seqlens_q is not None:
-        problem["tiles"] = TABLES_TO_COME
+        problem["work_tiles"] = TABLES_TO_COME
     sequences = alive[-1] if problem["sequences"] else None
     chosen = choose(problem, sequences, cc, simulated)
     if call.cu_seqlens_q is not None:
-        tiles = packed_tiles(alive[-1], chosen.kernel.rows, call.left, call.right)
-        problem["tiles"], problem["tile_count"] = address(tiles), tiles.size
+        tiles = packed_work_tiles(alive[-1], chosen.kernel.rows, call.left, call.right)
+        problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
         alive.append(tiles)
     return chosen, cut(problem, chosen), alive
 
@@ -204,7 +207,7 @@ def run_once(kernel: Kernel, record: np.ndarray, driver: Any, device: int, strea
 def check_alignment(call: Call) -> None:
     """GPUs read numbers only at multiples of their size."""
     arrays = [("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)]
-    for name, array in arrays + [("bias or mask", term) for term in call.terms]:
+    for name, array in arrays + [("bias or mask", term) for term in call.operands]:
         if array is None or not array.size:
             continue
         size = array.dtype.itemsize

@@ -7,8 +7,9 @@ import numpy as np
 from numba import cuda, int64
 
 from .. import recurrence
+from ..addresses import address_of
 from ..dtypes import ALL_CODES
-from ..problem import AXES, PROBLEM, address_of, strides_of
+from ..problem import AXES, PROBLEM, in_base_2, strides_of
 from ..scores import LOG2E
 from .arguments import pack
 from .compile import Kernel
@@ -44,17 +45,16 @@ def build(accumulator: Accumulator) -> Any:
                 part = p.q + n * PART_BYTES
                 at = load_int64(part + LSE) + b * load_int64(part + LSE_BATCH) + h * load_int64(part + LSE_HEAD)
                 lse = lane(read(at + i * load_int64(part + LSE_ROW), load_int64(part + LSE_FORMAT)))
-                m, alpha, beta = recurrence.merge_weights(m, lse * LOG2E)
+                m, l, alpha, beta = recurrence.merge(m, l, lse * LOG2E, lane(real(1.0)))
                 o = alpha * o
                 if scalar(lse) != -inf:  # else whatever its output holds
                     at = load_int64(part) + b * load_int64(part + OUT_BATCH) + h * load_int64(part + OUT_HEAD)
                     at += i * load_int64(part + OUT_ROW) + column * load_int64(part + OUT_COLUMN)
                     o = o + beta * lane(read(at, load_int64(part + OUT_FORMAT)))
-                l = alpha * l + beta
             sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf))
-            lse, factor = recurrence.conclude(m, l, lane(sink) * LOG2E)
+            lse, factor = recurrence.finalize(m, l, lane(sink))
             out = p.out + b * p.out_batch + h * p.out_head + i * p.out_row + column * p.out_column
-            write(out, p.out_format, scalar(recurrence.normalised(o, l, factor)))
+            write(out, p.out_format, scalar(recurrence.normalized(o, l, factor)))
             if column == 0:
                 write(p.lse + row * itemsize, own_format, scalar(lse))
 
@@ -101,6 +101,7 @@ def describe(outs: list[Any], lses: list[Any], out: Any, lse: Any, sinks: np.nda
     problem["q"] = address_of(parts)
     tables = [parts]
     if sinks is not None:
+        sinks = in_base_2(sinks, float(np.finfo(lse.dtype).max))
         problem["sinks"], (of_batch, problem["sink_head"]) = address_of(sinks), sinks.strides
         problem["sink_batch"] = of_batch if len(sinks) > 1 else 0
         tables.append(sinks)

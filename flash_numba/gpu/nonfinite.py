@@ -9,7 +9,7 @@ from math import inf
 
 from numba import cuda, float32, int32
 
-from .. import dropout, ops, recurrence, scores
+from .. import dropout, geometry, ops, recurrence
 from ..dtypes import FLOAT16, FLOAT32, bfloat16_to_float32, float16_to_float32
 from . import ptx
 from .fragments import ALL, one_score, place, term_rule, unrolled
@@ -93,17 +93,17 @@ def row_attention(shape, rules):
     @device
     def attend_row(p, b, h, i):
         q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, _, keys, shift, row_index = operands(p, b, h)
-        sink = float32(of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf) * scores.LOG2E)
+        sink = float32(of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf))
         scale = float32(p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, quotient(h, p.k_group), 1.0))
         v_scale = float32(of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, quotient(h, p.v_group), 1.0))
-        slope = float32(of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E)
+        slope = float32(of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0))
         q, x, o = cuda.local.array(size, float32), cuda.local.array(size, float32), cuda.local.array(size, float32)
         index, position = cuda.laneid, i + shift
         load_row(q, q_at + i * p.q_row, index)
         for c in range(size):
             o[c] = float32(0)
         m, l = lane(float32(-inf)), lane(float32(0))
-        start, stop = scores.keys_seen_by_any(position, position, p.left, p.right, keys)
+        start, stop, _, _ = geometry.visible_keys(position, position, p.left, p.right, 0, keys)
         for j in range(start, stop):
             bias_there, mask_there = (
                 bias_at + i * p.bias_row + j * p.bias_column,
@@ -131,10 +131,10 @@ def row_attention(shape, rules):
             load_row(x, v_at + j * p.v_row, index)
             for c in range(size):
                 o[c] = scalar(alpha * lane(o[c]) + w * lane(x[c]))
-        row_lse, factor = recurrence.conclude(m, l, lane(sink))
+        row_lse, factor = recurrence.finalize(m, l, lane(sink))
         factor = lane(scalar(factor) * v_scale)
         for c in range(2 * passes):
-            o[c] = scalar(recurrence.normalised(lane(o[c]), l, factor))
+            o[c] = scalar(recurrence.normalized(lane(o[c]), l, factor))
         for c in range(passes):
             at = index + c * 32
             if at < words:

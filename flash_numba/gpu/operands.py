@@ -2,13 +2,13 @@
 
 from numba import types
 
-from ..problem import SEQUENCE, TILE
+from ..problem import SEQUENCE, WORK_TILE
 from .memory import load_float64, load_int64
 from .words import device
 
 int64, uint32 = types.int64, types.uint32
 
-SEQUENCE_BYTES, TILE_BYTES, FIRST_ROW = SEQUENCE.itemsize, TILE.itemsize, TILE.fields["first_row"][1]  # type: ignore[index]
+SEQUENCE_BYTES, TILE_BYTES, FIRST_ROW = SEQUENCE.itemsize, WORK_TILE.itemsize, WORK_TILE.fields["first_row"][1]  # type: ignore[index]
 Q, K, V, OUT, LSE, BIAS, MASK, QUERIES, KEYS, SHIFT, ROW_INDEX = (
     SEQUENCE.fields[name][1]  # type: ignore[index]
     for name in ("q", "k", "v", "out", "lse", "bias", "mask", "queries", "keys", "shift", "row_index")
@@ -26,8 +26,8 @@ def locate(p, item, rows):
     """Which rows an item is: `(sequence, head, first row)`. Longest first, heads side by side."""
     tile = quotient(item, p.heads)
     h = item - tile * p.heads
-    if p.tiles != 0:
-        at = p.tiles + tile * TILE_BYTES
+    if p.work_tiles != 0:
+        at = p.work_tiles + tile * TILE_BYTES
         return load_int64(at), h, load_int64(at + FIRST_ROW)
     from_last = quotient(tile, p.batch)
     return tile - from_last * p.batch, h, (p.row_tiles - 1 - from_last) * rows

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..addresses import address_of
+from ..call import Call
 from ..places import HOST, Host
 from ..prepared import FORMS
-from ..problem import Call, address_of
 from . import dlpack, driver
 from .arrays import DeviceArray, Foreign, device_of, kind_of, library
 
@@ -163,7 +164,7 @@ class Copies(Host):
         own.device = self.device
         assert call.out is not None
         copies: dict[str, Any] = {name: self._copy(getattr(call, name)) for name in "qkv"}
-        copies["terms"] = [self._copy(term) for term in call.terms]
+        copies["operands"] = [self._copy(term) for term in call.operands]
         copies["out"] = own.empty(call.out.shape, call.out.dtype.newbyteorder("="))
         copies["lse"] = own.empty(call.lse.shape, call.lse.dtype)
         return replace(call, **copies), own

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..call import Call
 from ..interface import checked_call
 from ..places import HOST, BackendError
-from ..problem import Call
 from . import driver, launch
 from .place import Copies
 

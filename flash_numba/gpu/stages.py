@@ -9,7 +9,7 @@ from math import inf
 
 from numba import types
 
-from .. import dropout, ops, recurrence, scores
+from .. import dropout, geometry, ops, recurrence, scores
 from ..dtypes import BOOL
 from .memory import get, give, local_array, put
 from .operands import locate, of_head, operands, quotient
@@ -138,7 +138,7 @@ def term_stages(tiling):
         for place in range(t, places, threads):
             row, j = place // block_k, place % block_k
             at = position + row - j0
-            seen = scores.between(j, max(first, at - p.left), min(stop - 1, at + p.right))
+            seen = geometry.between(j, max(first, at - p.left), min(stop - 1, at + p.right))
             for n in range((p.bias != 0) + (p.mask != 0)):
                 address, row_stride, column_stride, code = term_of(p, n, bias_at, mask_at)
                 if row < own_rows and j >= first and j < stop:
@@ -223,24 +223,24 @@ def writer(tiling):
         barrier()
         b, h, first_row = locate(p, fresh(int64(block_index())), block_q)
         _, _, _, out_at, lse_at, _, _, queries, _, _, _ = operands(p, b, h)
-        sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf) * scores.LOG2E)
+        sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf))
         v_scale = real(of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, quotient(h, p.v_group), 1.0))
         own_rows = max(0, min(block_q, queries - first_row))
-        written = own_rows if p.tiles != 0 else min(block_q, p.queries - first_row)
+        written = own_rows if p.work_tiles != 0 else min(block_q, p.queries - first_row)
         for r in range(rows):
             row = ty + r * threads_y
             total = real(0.0)
             for n in range(threads_x):
                 total += get(shared, partial + r * threads_y * threads_x + n)
             mine = row < own_rows
-            row_lse, factor = recurrence.conclude(
+            row_lse, factor = recurrence.finalize(
                 lane(m[r] if mine else real(-inf)), lane(total if mine else real(0.0)), lane(sink)
             )
             if tx == 0 and row < written:
                 write(lse_at + (first_row + row) * itemsize, own_format, scalar(row_lse))
             own_l, factor = lane(total if mine else real(0.0)), lane(scalar(factor) * v_scale)
             for n in range(n_columns):
-                o[n * rows + r] = scalar(recurrence.normalised(lane(o[n * rows + r]), own_l, factor))
+                o[n * rows + r] = scalar(recurrence.normalized(lane(o[n * rows + r]), own_l, factor))
         write_output(p, o, shared, out_at + first_row * p.out_row, written, t)
 
     return write_rows

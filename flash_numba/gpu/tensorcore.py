@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from .. import ops, recurrence, scores
+from .. import geometry, ops, recurrence
 from ..dtypes import ALL_CODES, BFLOAT16, FLOAT16, FLOAT32
 from . import ptx
 from .compile import Kernel
@@ -51,8 +51,8 @@ def locator(shape):
     def locate(p, block_index):
         """`(sequence, head, first row)` of this thread block: heads side by side, tiles with most keys first."""
         block, heads = uint32(block_index), uint32(p.heads)
-        if p.tiles != 0:
-            at = p.tiles + int64(block // heads) * TILE_BYTES
+        if p.work_tiles != 0:
+            at = p.work_tiles + int64(block // heads) * TILE_BYTES
             return load_int64(at), int64(block % heads), load_int64(at + FIRST_ROW)
         # only so many heads side by side that their keys and values stay in the L2 cache
         tiles, all_heads = uint32(p.row_tiles), uint32(p.batch * p.heads)
@@ -89,7 +89,7 @@ def row_writer(shape, rules, locate):
         row = warp_row + own_row + r * 8
         there = lane(int32(row)) < lane(int32(rows_there))
         own_m, own_l = ops.select(there, lane(m[r]), -inf), ops.select(there, lane(sum_of_row(l[r])), 0.0)
-        row_lse, factor = recurrence.conclude(own_m, own_l, lane(sink))
+        row_lse, factor = recurrence.finalize(own_m, own_l, lane(sink))
         factor = factor * lane(v_scale)
         for n in range(columns):
             for i in range(value(r, n), value(r, n) + 2):
@@ -117,10 +117,10 @@ def row_writer(shape, rules, locate):
         """
         sequence, h, first_row = locate(p, ptx.block_index())
         _, _, _, out_at, lse_at, _, _, queries, _, _, _ = operands(p, sequence, h)
-        sink = float32(of_head(p.sinks, p.sink_batch, p.sink_head, sequence, h, -inf) * scores.LOG2E)
+        sink = float32(of_head(p.sinks, p.sink_batch, p.sink_head, sequence, h, -inf))
         v_scale = float32(of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, sequence, quotient(h, p.v_group), 1.0))
         rows_there = int32(min(tile_rows, queries - first_row))  # rows from here on see no key
-        rows_to_write = rows_there if p.tiles != 0 else int32(min(tile_rows, p.queries - first_row))
+        rows_to_write = rows_there if p.work_tiles != 0 else int32(min(tile_rows, p.queries - first_row))
         out_at, lse_at = out_at + first_row * p.out_row, lse_at + first_row * 4
         thread = ptx.thread_index()
         lane_index, warp_row = int32(thread & 31), int32((thread >> 5) * own_rows)
@@ -216,13 +216,14 @@ def attention_kernel(shape, rules):
         scale = float32(p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, quotient(h, p.k_group), 1.0))
         slope = float32(0)
         if has_alibi:
-            slope = float32(of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0) * scores.LOG2E)
+            slope = float32(of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0))
 
         # the keys that some row sees, in blocks, and the blocks that all rows see whole
         keys, rows = int32(keys64), int32(max(0, min(tile_rows, queries - first_row)))
         position, first_index = first_row + shift, int32(row_index + first_row)
-        start, stop = scores.keys_seen_by_any(position, position + rows - 1, p.left, p.right, keys64)
-        whole_start, whole_stop = scores.keys_seen_by_all(position, position + rows - 1, p.left, p.right, keys64)
+        start, stop, whole_start, whole_stop = geometry.visible_keys(
+            position, position + rows - 1, p.left, p.right, 0, keys64
+        )
         begin, end = int32(start // block_keys), int32((stop + block_keys - 1) // block_keys)
         if rows == 0:
             end = begin
@@ -319,7 +320,7 @@ def attention_kernel(shape, rules):
 
 def grid(record) -> tuple[int, int, int]:
     """Thread blocks of an `ARGUMENTS` record."""
-    tiles = record["tile_count"] if record["tiles"] else record["row_tiles"] * record["batch"]
+    tiles = record["work_tile_count"] if record["work_tiles"] else record["row_tiles"] * record["batch"]
     return int(tiles * record["heads"]), 1, 1
 
 

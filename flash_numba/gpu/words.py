@@ -14,7 +14,7 @@ from numba import types
 from numba.core import config
 from numba.core.typeconv import Conversion
 
-from .. import dropout, dtypes, ops, recurrence, scores
+from .. import dropout, dtypes, geometry, ops, recurrence, scores
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
@@ -267,7 +267,14 @@ def install():
     # GPUs have an instruction for this formula
     register(dtypes.float16_to_float32, 1, half_lane, widen_half)
 
-    for formula in (ops.maximum, *formulas(recurrence), *formulas(scores), *formulas(dtypes), *formulas(dropout)):
+    for formula in (
+        ops.maximum,
+        *formulas(recurrence),
+        *formulas(scores),
+        *formulas(geometry),
+        *formulas(dtypes),
+        *formulas(dropout),
+    ):
         if formula is not dtypes.float16_to_float32:
             device(formula)
 
