@@ -53,7 +53,8 @@ def next_block(visible, key, size):
 
     Blocks start at multiples of `size`, so that the bits of a row don't depend on the rows that share its tile.
     """
-    return max(key, visible.start) // size * size
+    key = max(key, visible.start)
+    return key // size * size if key < visible.stop else visible.stop
 
 
 def block_state(visible, start, stop):
