@@ -59,6 +59,6 @@ def next_block(visible, key, size):
 
 def block_state(visible, start, stop):
     """SKIP, PARTLY or FULL: what the rows see of the keys start to stop."""
-    if start >= visible.stop or stop <= visible.start:
+    if max(start, visible.start) >= min(stop, visible.stop):
         return SKIP
     return FULL if visible.full_start <= start and stop <= visible.full_stop else PARTLY
