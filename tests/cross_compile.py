@@ -1,8 +1,8 @@
 """Compile a kernel for other CPUs: `python cross_compile.py OUTPUT KERNEL DTYPE TRIPLE CPU FEATURES [...]`.
 
-Numba takes its target from the machine it runs on, so this gives `flash_numba.cpu.ir.registers` the first target's name,
-from which the register tile follows, lets Numba write the kernel's LLVM IR, and runs the IR through Numba's own passes and
-LLVM's code generator for each target. The assembly goes to OUTPUT/CPU.s.
+Numba takes its target from the machine it runs on, so this gives `flash_numba.cpu.ir.registers` the first target's
+name, from which the register tile follows, lets Numba write the kernel's LLVM IR, and runs the IR through Numba's own
+passes and LLVM's code generator for each target. The assembly goes to OUTPUT/CPU.s.
 """
 
 import re

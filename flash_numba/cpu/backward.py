@@ -191,11 +191,11 @@ def hide_keys(weights, gradients, stride, start, stop, hidden):
 
 
 @njit(**HELPER)
-def differentiate_row_tile(p, g, launch, work, scratch, block, first, rows, seen, steps, operands):
+def differentiate_row_tile(p, g, launch, work, scratch, block, first, rows, seen, step_first, step_end, operands):
     """P and dS of one row tile into its column of their blocks, and dS onto the bias's gradient.
 
-    first: the row, among the work tile's. seen: the keys that its rows see, which lie within the keys `steps`, whole
-    steps of the products.
+    first: the row, among the work tile's. seen: the keys that its rows see; with those that fill steps of the products
+    up, the block's keys step_first to step_end.
     """
     width, size, n = tile_width(scratch), itemsize(scratch), seen.stop - seen.start
     s, dp, q = part(scratch, launch.scores), part(scratch, launch.dout_values), part(scratch, launch.queries)
@@ -217,8 +217,8 @@ def differentiate_row_tile(p, g, launch, work, scratch, block, first, rows, seen
     lse, delta = move(part(scratch, launch.lse), first), move(part(scratch, launch.delta), first)
     ahead = ahead_of(p, head, block.start + block.count, first // width)
     score_gradients(weights, gradients, stride, s, dp, lse, delta, n, block.hidden, ahead)
-    hide_keys(weights, gradients, stride, steps[0] - key, 0, block.hidden)
-    hide_keys(weights, gradients, stride, n, steps[1] - key, block.hidden)
+    hide_keys(weights, gradients, stride, step_first - key, 0, block.hidden)
+    hide_keys(weights, gradients, stride, n, step_end - key, block.hidden)
     if p.keep_factor != 0.0:
         multiply_column(weights, stride, keep, n)
     if g.bias != 0:
@@ -363,8 +363,7 @@ def score_block(p, g, launch, work, scratch, start, count):
             continue
         if not loaded:
             loaded, block = True, load_key_block(p, launch, work, scratch, start, count)
-        steps = step_first, step_end
-        differentiate_row_tile(p, g, launch, work, scratch, block, first, rows, seen, steps, operands)
+        differentiate_row_tile(p, g, launch, work, scratch, block, first, rows, seen, step_first, step_end, operands)
     if loaded and skipped != 0:
         hide_skipped(launch, work, scratch, skipped, block.hidden)
     return loaded, block

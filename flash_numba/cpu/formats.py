@@ -55,7 +55,9 @@ def half_bits(address, i, swapped):
 def saturated(like, x):
     """A number in the kernel's format, within its finite range."""
     highest = FLOAT32_MAX if itemsize(like) == 4 else FLOAT64_MAX
-    return real(like, max(-highest, min(highest, x)))
+    if x > highest:  # not min and max, which Numba compiles for floats besides those for integers: 30 ms a kernel
+        x = highest
+    return real(like, x if x > -highest else -highest)
 
 
 @njit(**HELPER)
@@ -139,13 +141,13 @@ def load_row_float64(row, n, address, stride, code):
 
 
 @njit(**HELPER)
-def half_of(x, kind):
-    """The bits of a number in a 16-bit format; those of a NaN for a format that isn't known."""
-    if kind == FLOAT16:
-        return np.uint16(scalar(float32_to_float16(lane(x))) & BITS16)
-    if kind == BFLOAT16:
-        return np.uint16(scalar(float32_to_bfloat16(lane(x))) & BITS16)
-    return np.uint16(NAN16)
+def float16_bits(x):
+    return np.uint16(scalar(float32_to_float16(lane(x))) & BITS16)
+
+
+@njit(**HELPER)
+def bfloat16_bits(x):
+    return np.uint16(scalar(float32_to_bfloat16(lane(x))) & BITS16)
 
 
 @njit(**STAGE)
@@ -156,10 +158,10 @@ def store_row_float32(address, stride, code, row, n):
             float32_at(address)[c] = row[c]
     elif code == FLOAT16 and stride == 2:
         for c in range(n):
-            uint16_at(address)[c] = half_of(row[c], FLOAT16)
+            uint16_at(address)[c] = float16_bits(row[c])
     elif code == BFLOAT16 and stride == 2:
         for c in range(n):
-            uint16_at(address)[c] = half_of(row[c], BFLOAT16)
+            uint16_at(address)[c] = bfloat16_bits(row[c])
     else:
         swapped = code & SWAPPED
         kind = element_kind(code)
@@ -169,7 +171,11 @@ def store_row_float32(address, stride, code, row, n):
                 bits = scalar(as_int(lane(row[c])))
                 int32_at(to)[0] = swap_bytes(bits) if swapped else bits
             else:
-                half = half_of(row[c], kind)
+                half = np.uint16(NAN16)  # for a format that isn't known
+                if kind == FLOAT16:
+                    half = float16_bits(row[c])
+                elif kind == BFLOAT16:
+                    half = bfloat16_bits(row[c])
                 uint16_at(to)[0] = swap_bytes(half) if swapped else half
 
 

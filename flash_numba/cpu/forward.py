@@ -215,7 +215,7 @@ def attend_block(p, launch, work, scratch, block_start):
 def write_rows(o, m, l, staging, finals, rows, out, first, lse, sink, v_scale):
     """Finalize a row tile: take the sink in, normalize, and store its rows. The state itself stays as it is."""
     width, value_dim, address = tile_width(o), out.columns, row_address(out, first)
-    row_lse, normalizer = recurrence.finalize(load(m, 0), load(l, 0), real(m, sink))
+    row_lse, normalizer = recurrence.finalize(load(m, 0), load(l, 0), lanes_of(m, sink))
     store(row_lse, finals, 0)
     store(normalizer * real(m, v_scale), finals, 1)
     lse_out = pointer_like(o, lse)

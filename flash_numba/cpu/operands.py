@@ -134,8 +134,7 @@ def load_operands(p, head, bias, mask, staging, row, rows, key, keys):
         kept, has_second = load_operand(
             mask, staging, at, rows, keys, second.row_stride, second.column_stride, second.code
         )  # fmt: skip
-    is_mask = first.code == BOOL, second.code == BOOL
-    return kept, Operands(Operand(bias, has_first, is_mask[0]), Operand(mask, has_second, is_mask[1]))
+    return kept, Operands(Operand(bias, has_first, first.code == BOOL), Operand(mask, has_second, second.code == BOOL))
 
 
 # -- for one row, keys along lanes -------------------------------------------------------------------------------------
