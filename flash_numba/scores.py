@@ -17,10 +17,14 @@ def softcapped(s, cap, inverse):
     return cap * tanh(s * inverse)
 
 
-def softcap_slope(capped, inverse):
-    """The derivative of `softcapped` by the score, from what it gave: 1 - tanh(s / cap)**2."""
+def softcap_slope(capped, cap, inverse):
+    """The derivative of `softcapped` by the score, from what it gave: 1 - tanh(s / cap)**2.
+
+    Exactly 0 where the cap is reached, whatever rounding has made of cap * inverse: there q and k may be as large as
+    they like.
+    """
     t = capped * inverse
-    return 1.0 - t * t
+    return select(maximum(capped, -capped) == cap, 0.0, 1.0 - t * t)
 
 
 def with_alibi(s, slope, p, j):

@@ -4,7 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flash_numba import attention
+import flash_numba
+from flash_numba import attention, prepared, reference
+from flash_numba.cpu import launch, plan
+from flash_numba.cpu.backend import CPU
+from flash_numba.problem import describe
 
 
 @pytest.mark.parametrize("dim", [40, 64, 96, 128, 256])
@@ -41,3 +45,37 @@ def test_hidden_keys_beyond_a_whole_register(dtype):
     np.testing.assert_array_equal(attention(q, k[:, :77], v[:, :77]), want)
     lengths = attention(q[None], k[None], v[None], kv_lengths=np.array([77]))
     np.testing.assert_array_equal(lengths[0], want)
+
+
+def parameters_of(q, k, v):
+    call = flash_numba.checked.checked_call(q, k, v, CPU())[0]
+    return launch.choose_kernel(describe(call)[0], call.lse.dtype)
+
+
+@pytest.mark.parametrize("keys", [0, 1, 1024, 1025, 32768, 2**20, 2**31 - 1])
+@pytest.mark.parametrize(("heads", "queries", "columns"), [(128, 16, 512), (1, 1, 64), (8, 1, 128), (64, 16, 1)])
+def test_split_states_are_bounded(heads, queries, columns, keys):
+    """However many keys there are; and few rows are still split at every 1024 keys."""
+    q, k = np.empty((heads, queries, 1), np.float32), np.broadcast_to(np.float32(0), (1, keys, 1))
+    kernel, parameters = parameters_of(q, k, np.broadcast_to(np.float32(0), (1, keys, columns)))
+    splits, split_keys = int(parameters["splits"]), int(parameters["split_keys"])
+    assert kernel == "decode"
+    assert splits == max(1, -(-keys // split_keys))
+    assert splits * int(parameters["state_bytes"]) <= 17 * 2**20 or splits == 1
+    assert split_keys % 1024 == 0
+    if heads * queries == 1 and keys < 2**30:
+        assert split_keys == 1024
+
+
+@pytest.mark.parametrize("keys", [1024, 3000, 5000])
+def test_longer_splits_give_the_same(keys, monkeypatch):
+    """Within rounding: partial sums are taken over other keys."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((heads, n, 40), dtype=np.float32) for heads, n in ((6, 5), (1, keys), (1, keys)))
+    bias = rng.standard_normal((5, keys), dtype=np.float32)
+    want = reference.attention(q, k, v, causal=True, bias=bias)
+    np.testing.assert_allclose(attention(q, k, v, causal=True, bias=bias), want, atol=2e-6)
+    monkeypatch.setattr(plan, "STATES_BYTES", 16000)  # two splits at most
+    prepared._known.clear()
+    assert int(parameters_of(q, k, v)[1]["splits"]) <= 2
+    np.testing.assert_allclose(attention(q, k, v, causal=True, bias=bias), want, atol=2e-6)

@@ -497,6 +497,25 @@ class GradientConformance:
                 flash_numba.attention_varlen_grad(**(good | changed))
 
 
+@pytest.mark.parametrize("size", [3e4, 1e15])
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64])
+def test_a_saturated_soft_cap_has_no_derivative(dtype, rows, size):
+    """However large q and k are that it is multiplied by."""
+    rng = np.random.default_rng(2)
+    q, k = np.full((2, rows, 8), size, dtype), np.full((2, 40, 8), size, dtype)
+    k[:, ::2] *= -1
+    v, dout = normal(2, 40, 8, dtype=dtype), rng.standard_normal((2, rows, 8)).astype(dtype)
+    out, lse = attention(q, k, v, softcap=30.0, return_lse=True)
+    exact = reference.attention_grad(dout, q, k, v, out, lse, softcap=30.0)
+    assert not exact.dq.any()
+    assert not exact.dk.any()
+    got = flash_numba.attention_grad(dout, q, k, v, out, lse, softcap=30.0)
+    assert not got.dq.any()
+    assert not got.dk.any()
+    np.testing.assert_allclose(got.dv, exact.dv, rtol=1e-4, atol=1e-5)
+
+
 class KernelGradientConformance(GradientConformance):
     """Compiled kernels also promise bits, and take sizes that the oracle's own tests needn't."""
 

@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from numba import njit
 
 from flash_numba import attention, code_digest
 from flash_numba.cpu import kernel_cache
+from flash_numba.cpu.ir.threads import keep_subnormals, restore_float_state
 
 POSIX = hasattr(os, "fork")
 
@@ -238,6 +241,30 @@ def test_a_folder_others_can_write_to_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_NUMBA_CACHE_DIR", str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("in the way")
     assert kernel_cache.private_folder() is None
+
+
+@pytest.fixture
+def flushed_subnormals():
+    """This thread takes subnormal numbers for 0, as after `torch.set_flush_denormal(True)`."""
+    change, restore = njit(lambda keep: keep_subnormals(keep)), njit(lambda before: restore_float_state(before))
+    change(True), restore(change(True))  # compiled before anything is changed
+    before = change(False)
+    yield
+    restore(before)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.float32])
+@pytest.mark.parametrize("rows", [3, 40, 700])
+def test_subnormal_numbers_are_numbers_in_every_thread(dtype, rows, flushed_subnormals):
+    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    q_dtype = np.float16 if dtype == np.float16 else np.float32
+    q, k = (np.zeros((2, n, 8), kind) for n, kind in ((rows, q_dtype), (300, dtype)))
+    v = np.full((2, 300, 8), 3 * smallest).astype(dtype)
+    out = attention(q, k, v)
+    assert np.array_equal(out.view(f"u{out.itemsize}"), np.full_like(out, v[0, 0, 0]).view(f"u{out.itemsize}"))
+    one = np.array([1e-38], np.float32)
+    with np.errstate(under="ignore"):
+        assert (one * np.float32(0.1)).view(np.uint32)[0] == 0  # the thread is left as it was
 
 
 FORWARD = "flash_numba.cpu.forward"

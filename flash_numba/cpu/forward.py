@@ -27,7 +27,7 @@ from .ir.lanes import itemsize, lane, lanes_of, real, scalar, tile_width
 from .ir.memory import load, move, part, pointer_like, store
 from .ir.products import product_step
 from .ir.registers import REGISTER_TILE
-from .ir.threads import next_tile, read_flag
+from .ir.threads import keep_subnormals, next_tile, read_flag, restore_float_state
 from .loading import (
     Head,
     ahead_of,
@@ -283,11 +283,13 @@ def each_work_tile(attend, launch_at=launch_at):
 
     def work(problem, parameters, scratch):
         p, launch, cancel = problem_at(problem), launch_at(parameters), parameters + CANCEL
+        before = keep_subnormals(True)
         while read_flag(cancel) == 0:
             number = next_tile(parameters + NEXT_TILE)
             if number >= launch.tiles:
-                return
+                break
             attend(p, launch, number, scratch, cancel)
+        restore_float_state(before)
 
     return work
 

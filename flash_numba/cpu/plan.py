@@ -17,6 +17,8 @@ BLOCK_Q, BLOCK_K = 192, 128
 # Of `decode.py`: keys of a KV split, and the most scores of a block, which stay in cache. A block has a multiple of
 # LEAST_KEYS keys, and no fewer: each change from K to V and back costs about a microsecond of reading.
 SPLIT_KEYS, BLOCK_SCORES, LEAST_KEYS = 1024, 8192, 256
+# Bytes that the states of a group's splits may take: with many rows of many columns, splits are longer.
+STATES_BYTES = 16 * 2**20
 ROWS = 4  # query rows, if several, whose scores are computed together there
 CONVERTED = 32  # keys that are converted at a time where K or V can't be read in place
 
@@ -137,11 +139,12 @@ def plan_decode(problem: np.ndarray, simd: SimdSizes) -> np.ndarray:
     launch["query_rows"] = query_rows = rows if rows == 1 else up_to(ROWS, rows)
     most = max(LEAST_KEYS, min(SPLIT_KEYS, BLOCK_SCORES // rows // LEAST_KEYS * LEAST_KEYS))
     launch["block_k"] = block_k = min(most, up_to(simd.tile, max(1, keys)))
-    launch["splits"] = splits = max(1, -(-keys // SPLIT_KEYS))
-    launch["split_keys"] = SPLIT_KEYS
-    launch["tiles"] = problem["batch"] * (problem["heads"] // group) * splits
     launch["padded_dim"] = padded_dim = up_to(simd.register, dim)
     launch["padded_value_dim"] = padded_value_dim = up_to(simd.register, value_dim)
+    most_splits = max(1, STATES_BYTES // (rows * (padded_value_dim + 2) * simd.itemsize))
+    launch["split_keys"] = split_keys = max(SPLIT_KEYS, up_to(SPLIT_KEYS, -(-keys // most_splits)))
+    launch["splits"] = splits = max(1, -(-keys // split_keys))
+    launch["tiles"] = problem["batch"] * (problem["heads"] // group) * splits
     # one register more than the block: the last keys' register may be written past it
     launch["score_stride"] = score_stride = up_to(simd.tile, block_k + simd.register)
     bias, mask = bool(problem["bias"]), bool(problem["mask"])

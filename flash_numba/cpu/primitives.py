@@ -114,7 +114,11 @@ def log2_float64(x):
 
 
 def tanh_float32(x):
-    """To 5 ulp: a rational minimax approximation up to where tanh rounds to 1, as in Eigen's generic tanh."""
+    """To 5 ulp: a rational minimax approximation as in Eigen's generic tanh, and 1 where tanh rounds to 1.
+
+    Exactly 1, as soft-capping's derivative is 1 - tanh**2, and multiplied by whatever q and k are.
+    """
+    given = x
     x = ops.select(x > 7.90531110763549805, 7.90531110763549805, x)
     x = ops.select(x < -7.90531110763549805, -7.90531110763549805, x)
     z = x * x
@@ -127,7 +131,8 @@ def tanh_float32(x):
     q = 1.19825839466702e-06 * z + 1.18534705686654e-04
     q = q * z + 2.26843463243900e-03
     q = q * z + 4.89352518554385e-03
-    return x * p / q
+    y = ops.select(given > 9.02, 1.0, x * p / q)
+    return ops.select(given < -9.02, -1.0, y)
 
 
 def tanh_float64(x):

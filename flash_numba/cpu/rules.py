@@ -35,8 +35,9 @@ def softcap(s, derivative, count, cap):
 def softcap_slopes(slopes, s, count, cap):
     """The derivative of soft-capping, from capped scores."""
     inverse = real(s, 1.0 / cap)
+    cap = real(s, cap)
     for n in range(count):
-        store(scores.softcap_slope(load(s, n), inverse), slopes, n)
+        store(scores.softcap_slope(load(s, n), cap, inverse), slopes, n)
 
 
 @njit(**HELPER)

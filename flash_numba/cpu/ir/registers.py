@@ -43,5 +43,5 @@ def choose_register_tile(triple: str, features: str) -> RegisterTile:
     return RegisterTile(128, 2, 4, False, half=False)
 
 
-_triple, CPU_NAME, _features = cpu_target.target_context.codegen().magic_tuple()
-REGISTER_TILE = choose_register_tile(_triple, _features)
+TRIPLE, CPU_NAME, _features = cpu_target.target_context.codegen().magic_tuple()
+REGISTER_TILE = choose_register_tile(TRIPLE, _features)
