@@ -17,8 +17,9 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from . import __version__, check, diagnosis, files, interface
-from .places import BackendError
+from . import check, diagnosis, files, interface, rules
+from ._version import __version__
+from .backend import BackendError
 
 try:
     import typer
@@ -236,7 +237,7 @@ def run_command(
     mask: Annotated[Path | None, typer.Option(help="File with a boolean mask, True = keep.")] = None,
     mask_name: Annotated[str, typer.Option(metavar="NAME", help="Name of the mask in its archive.")] = "mask",
     layout: Annotated[str, typer.Option(help="bhsd for (..., H, S, D), bshd for (..., S, H, D).")] = "bhsd",
-    backend: Annotated[str, typer.Option(help=", ".join(interface.BACKENDS))] = "auto",
+    backend: Annotated[str, typer.Option(help=", ".join(rules.BACKENDS))] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to use. Default: all.")] = None,
 ) -> None:
     """Attention on arrays in files, which are mapped and not read whole. The output appears whole or not at all."""

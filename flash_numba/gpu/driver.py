@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..places import INSTALL, NO_NUMBA_CUDA, BackendError
+from ..backend import INSTALL, NO_NUMBA_CUDA, BackendError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 OLDEST = (7, 5)  # the least compute capability that CUDA 13 compiles for

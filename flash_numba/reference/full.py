@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .dropout import kept, seed_number
-from .online import default_scale, exp_from, ieee, row_lse, row_max, ratio, row_sum, visible, weigh
+from .online import default_scale, exp_from, ieee, ratio, row_lse, row_max, row_sum, visible, weigh
 
 
 def to_heads(x, layout):
@@ -66,9 +66,13 @@ class Scored(NamedTuple):
 def scored(
     q, k, v, *, causal=False, window=None, scale=None, softcap=None, bias=None, mask=None, alibi_slopes=None,
     sinks=None, q_lengths=None, kv_lengths=None, q_offset=None, k_offset=0, dropout=0.0, seed=None, training=True,
-    k_scale=None, v_scale=None, layout="bhsd", _first_batch=0,
+    k_scale=None, v_scale=None, layout="bhsd", _first_batch=0, _counts_from_offset=True,
 ):  # fmt: skip
-    """The arguments of `attention` as a `Scored`."""
+    """The arguments of `attention` as a `Scored`.
+
+    _first_batch: index of the first batch element, for dropout. _counts_from_offset: whether it counts rows from
+    `q_offset`, as they stand in a longer sequence.
+    """
     q, k, v = (to_heads(x, layout) for x in (q, k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     batches = math.prod(batch)
@@ -107,7 +111,8 @@ def scored(
             s = _add_bias(s, rule)
     keep: np.ndarray | float = 1.0
     if training and dropout > 0:
-        keep = np.where(kept(dropout, seed, b, h, i_given, j), 1 / (1 - dropout), 0.0)
+        row_index = i_given if _counts_from_offset else i
+        keep = np.where(kept(dropout, seed, b, h, row_index, j), 1 / (1 - dropout), 0.0)
     return Scored(
         batch=batch,
         q=q,
