@@ -35,9 +35,6 @@ def checked_call(
     for name in record.TAKEN:
         if given[name] is not None:
             given[name] = backend.take(given[name])
-    for name in record.READ:
-        if given[name] is not None:
-            given[name] = backend.numbers(given[name])
     out = given["out"]
     q, k, v = check.attention_input("q", q), check.attention_input("k", k, True), check.attention_input("v", v, True)
     dtype = check.common_dtype(q, k, v)
@@ -54,6 +51,10 @@ def checked_call(
     keys = k_view.shape[-2]
     lead = tuple(batch) if sequences is None else sequences
     sizes = record.Sizes(lead, heads, k_view.shape[-3], v_view.shape[-3], queries, keys, dim)
+    fields = {field: make(name, given[name], sizes) for field, name, make in record.VALUES}
+    for field, name, make in record.READ:
+        if given[name] is not None:
+            fields[field] = make(name, backend.numbers(given[name]), sizes)
     left, right = check.window_sides(given["window"], causal)
     rate, seed = check.dropout_rate(given["dropout"], given["seed"], given["training"])
     operands = check.bias_and_mask(given["bias"], given["mask"], (*(lead if q.ndim > 3 else ()), heads, queries, keys))
@@ -71,7 +72,7 @@ def checked_call(
         operands=[operand if operand.ndim > 3 else operand[None] for operand in operands],
         dropout=rate,
         seed=seed,
-        **{field: make(name, given[name], sizes) for field, name, make in record.FIELDS},
+        **fields,
     )
     return call, result
 

@@ -127,10 +127,12 @@ RULES = (
 
 OF_A_CALL = tuple(rule for rule in RULES if rule.kind != OPTION)  # what a `Call` is made of, besides q, k and v
 DEFAULTS: dict[str, Any] = {rule.name: rule.default for rule in OF_A_CALL}
-# (field of `Call`, rule, what makes the one of the other)
-FIELDS = tuple((rule.field, rule.name, rule.check) for rule in OF_A_CALL if rule.check is not None)
+# (field of `Call`, rule, what makes the one of the other), for values of Python, and for numbers, None being none
+VALUES, READ = (
+    tuple((rule.field, rule.name, rule.check) for rule in OF_A_CALL if rule.check is not None and rule.kind == kind)
+    for kind in (VALUE, NUMBERS)
+)
 TAKEN = tuple(rule.name for rule in OF_A_CALL if rule.kind == ARRAY)
-READ = tuple(rule.name for rule in OF_A_CALL if rule.kind == NUMBERS)
 
 
 def defaults_of(call: str) -> dict[str, Any]:
