@@ -72,6 +72,8 @@ def attention_grad(
             GPU, aren't taken yet.
         progress: Called about ten times a second while the call runs, with work tiles done and their number.
 
+    The other arguments are `attention`'s.
+
     Returns:
         `Gradients(dq, dk, dv, dbias, dsinks)`. Each has the shape and the dtype of its argument (q's dtype for 8-bit k
         and v), summed over what that is shared along: the query heads of a key head, axes along which k, v, bias or
