@@ -16,6 +16,9 @@ from .scores import LOG2E
 
 _int, _float = np.int64, np.float64
 
+# Up to so many queries a head, decode kernels take a call: from there on the forward kernels' lanes are filled well.
+FEW_QUERIES = 16
+
 AXES = ("batch", "head", "row", "column")
 
 

@@ -105,7 +105,7 @@ def prepare(call: Call, state: np.ndarray | None) -> Prepared:
 
     problem, tables = describe(call)
     if call.cu_seqlens_q is not None:
-        tiles = packed_work_tiles(tables[-1], launch.rows_per_item(call), call.left, call.right)
+        tiles = packed_work_tiles(tables[-1], launch.rows_per_work_tile(call), call.left, call.right)
         problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
         tables.append(tiles)
     if state is not None:
@@ -186,18 +186,20 @@ def facts(call: Call) -> dict[str, str]:
 
     problem, _alive = describe(call)
     dtype = call.lse.dtype
-    kernel, control = launch.choose_kernel(problem, dtype)
-    tiles, few = int(control["items"]), plan.FEW_QUERIES
+    kernel, parameters = launch.choose_kernel(problem, dtype)
+    tiles, few = int(parameters["tiles"]), plan.FEW_QUERIES
     work = flops(call)
     found = {}
     if kernel == "decode":
         found["kernel"] = f"decode: at most {few} queries a head, lanes run along the head dimension"
         found["rows"] = f"{int(problem['queries'])} queries x {int(min(problem['k_group'], problem['v_group']))} heads"
-        found["keys"] = f"{int(control['shares'])} splits of {plan.SHARE_KEYS}, blocks of {int(control['block_k'])}"
+        found["keys"] = (
+            f"{int(parameters['splits'])} KV splits of {plan.SPLIT_KEYS}, blocks of {int(parameters['block_k'])}"
+        )
     else:
         found["kernel"] = f"forward: more than {few} queries a head, a lane is a query row"
-        found["rows"] = f"tiles of {int(control['block_q'])}, in register tiles of {launch.lanes_of(dtype).tile}"
-        found["keys"] = f"blocks of {int(control['block_k'])}"
+        found["rows"] = f"tiles of {int(parameters['block_q'])}, in register tiles of {launch.simd_sizes(dtype).tile}"
+        found["keys"] = f"blocks of {int(parameters['block_k'])}"
     found["accumulates in"] = str(dtype)
     for name, array in (("k", call.k), ("v", call.v)):
         in_place = array.dtype == dtype and array.strides[-1] == dtype.itemsize
@@ -207,7 +209,7 @@ def facts(call: Call) -> dict[str, str]:
         f", at most {launch.SERIAL_FLOPS / 1e6:g} run serially" if threads == 1 else ""
     )
     found["threads"] = f"{threads} for {tiles} work tiles ({reason})"
-    found["scratch"] = f"{int(control['end']) * threads / 1024:.0f} KiB"
+    found["scratch"] = f"{int(parameters['end']) * threads / 1024:.0f} KiB"
     return found
 
 
@@ -215,10 +217,11 @@ def machine() -> dict[str, str]:
     """What was found of the CPU, its threads and the cache of its kernels."""
     import numba
 
-    from . import kernel_cache, simd
+    from . import kernel_cache
+    from .ir import registers
 
-    tile = simd.TILE
-    found = {"numba": f"{numba.__version__} (LLVM target {simd.CPU_NAME})"}
+    tile = registers.REGISTER_TILE
+    found = {"numba": f"{numba.__version__} (LLVM target {registers.CPU_NAME})"}
     found["SIMD"] = f"{tile.bits} bits, register tile of {tile.rows} x {tile.vectors} registers"
     found["threads"] = f"{numba.get_num_threads()} of {numba.config.NUMBA_NUM_THREADS}"
     try:

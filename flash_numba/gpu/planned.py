@@ -43,7 +43,7 @@ def facts(
     found["rows"] = f"tiles of {kernel.rows}"
     if plan.name == "decode":
         splits, keys = int(of.record["splits"]), int(of.record["split_keys"])
-        found["keys"] = f"{splits} splits of {keys}"
+        found["keys"] = f"{splits} KV splits of {keys}"
         found["scratch"] = f"{of.workspace_bytes / 1024:.0f} KiB"
     found["accumulates in"] = str(call.lse.dtype)
     found["copies"] = copies
