@@ -167,6 +167,29 @@ def test_the_key_has_the_strides_of_each(shape, which):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["few", "many"])
 @pytest.mark.parametrize(
+    ("which", "view"),
+    [
+        ("q", lambda x: x[..., :4, :]),
+        ("k", lambda x: x[:, :1]),
+        ("v", lambda x: x[:, :1]),
+        ("v", lambda x: x[..., :5]),
+        ("kv", lambda x: x[..., :3, :]),
+    ],
+    ids=["rows", "heads of k", "heads of v", "columns", "keys"],
+)
+def test_the_key_has_the_shape_of_each(shape, which, view):
+    """Same strides, and some of q, k and v smaller."""
+    arrays = [normal(*shape, seed=n) for n in range(3)]
+    attention(*arrays)
+    attention(*arrays)
+    smaller = [view(x) if name in which else x for name, x in zip("qkv", arrays, strict=True)]
+    assert [x.strides for x in smaller] == [x.strides for x in arrays]
+    for _ in range(2):
+        np.testing.assert_allclose(attention(*smaller), reference.attention(*smaller), atol=3e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["few", "many"])
+@pytest.mark.parametrize(
     ("which", "dtypes"),
     [
         ("qkv", [np.float32, ">f4"]),
@@ -216,8 +239,9 @@ def chunks_of(k, v, which, view):
         lambda x: np.repeat(x, 3, axis=-1)[..., ::3],
         lambda x: x[..., ::-1, :],
         lambda x: x.astype(">f4"),
+        lambda x: x[:1],
     ],
-    ids=["rows", "columns", "backwards", "byte order"],
+    ids=["rows", "columns", "backwards", "byte order", "heads"],
 )
 def test_chunks_of_another_form_are_told_apart(monkeypatch, view, which):
     k, v = normal(2, 24, 8, seed=1), normal(2, 24, 8, seed=2)
@@ -228,7 +252,10 @@ def test_chunks_of_another_form_are_told_apart(monkeypatch, view, which):
     for part in parts:
         stream.absorb(*part)
     assert len(planned) == 2  # the second chunk was absorbed as the first one
-    keys, values = (np.concatenate([part[n] for part in parts], axis=-2).astype(np.float32) for n in (0, 1))
+    keys, values = (
+        np.concatenate([np.broadcast_to(part[n], (2, 8, 8)) for part in parts], axis=-2).astype(np.float32)
+        for n in (0, 1)
+    )
     want, want_lse = reference.attention(q, keys, values, causal=True, return_lse=True)
     out, lse = stream.result()
     np.testing.assert_allclose(out, want, atol=3e-6)

@@ -187,19 +187,17 @@ def facts(call: Call) -> dict[str, str]:
     problem, _alive = describe(call)
     dtype = call.lse.dtype
     kernel, parameters = launch.choose_kernel(problem, dtype)
-    tiles, few = int(parameters["tiles"]), plan.FEW_QUERIES
+    tiles, few, block_k = int(parameters["tiles"]), plan.FEW_QUERIES, int(parameters["block_k"])
     work = flops(call)
     found = {}
     if kernel == "decode":
         found["kernel"] = f"decode: at most {few} queries a head, lanes run along the head dimension"
         found["rows"] = f"{int(problem['queries'])} queries x {int(min(problem['k_group'], problem['v_group']))} heads"
-        found["keys"] = (
-            f"{int(parameters['splits'])} KV splits of {plan.SPLIT_KEYS}, blocks of {int(parameters['block_k'])}"
-        )
+        found["keys"] = f"{int(parameters['splits'])} KV splits of {plan.SPLIT_KEYS}, blocks of {block_k}"
     else:
         found["kernel"] = f"forward: more than {few} queries a head, a lane is a query row"
         found["rows"] = f"tiles of {int(parameters['block_q'])}, in register tiles of {launch.simd_sizes(dtype).tile}"
-        found["keys"] = f"blocks of {int(parameters['block_k'])}"
+        found["keys"] = f"blocks of {block_k}"
     found["accumulates in"] = str(dtype)
     for name, array in (("k", call.k), ("v", call.v)):
         in_place = array.dtype == dtype and array.strides[-1] == dtype.itemsize
