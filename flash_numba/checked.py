@@ -80,7 +80,7 @@ def checked_call(
 def checked_packed_call(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, backend: Backend, **rules: Any
 ) -> tuple[Call, Array]:
-    """The same of packed sequences."""
+    """The arguments of a public call on packed sequences, checked, as `checked_call` does it."""
     q, k, v = backend.take(q), backend.take(k), backend.take(v)
     cu_seqlens_q, cu_seqlens_k = backend.numbers(cu_seqlens_q), backend.numbers(cu_seqlens_k)
     q, k, v = check.attention_input("q", q), check.attention_input("k", k, True), check.attention_input("v", v, True)

@@ -26,7 +26,7 @@ class Chunks:
         return False
 
     def absorb_alike(self, k: Array, v: Array) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # `absorb` never says that it may be called
 
     def result(self, call: Call) -> None:
         backend = self._backend

@@ -42,7 +42,7 @@ class Dtype(str, Enum):
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     # As Ctrl-C does, so that temporary files go and the kernel stops; 128 + the signal's number is the shell's custom.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app(prog_name="flash-numba")
@@ -270,7 +270,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def read_inputs(inputs: list[Path], names: tuple[str, ...], dtype: Dtype | None) -> list[np.ndarray]:
-    """q, k and v."""
+    """The arrays q, k and v, from one archive or from a file each."""
     if len(inputs) == 1 and inputs[0].suffix == ".npy":
         fail(f"{inputs[0]}: a .npy file holds one array; give three, for q, k and v")
     if len(inputs) not in (1, 3):
@@ -285,7 +285,7 @@ def read_inputs(inputs: list[Path], names: tuple[str, ...], dtype: Dtype | None)
 
 
 def attend(inputs: list[Path], arrays: list[np.ndarray], arguments: Any, output: Path, lse: Path | None) -> str:
-    """Computes, writes, and says so."""
+    """Compute the output, write it, and return a line that says so."""
     q, k, v = arrays
     dtype = q.dtype.newbyteorder("=")
     heads_and_rows = q.shape[:-1] if arguments["layout"] == "bhsd" else (*q.shape[:-3], *q.shape[-3:-1][::-1])

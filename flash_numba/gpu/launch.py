@@ -142,7 +142,7 @@ def parameters(record: np.ndarray) -> np.ndarray:
 
 
 def extra_of(words: np.ndarray) -> int:
-    """The address of the latter."""
+    """Where, in what `parameters` returns, the driver is told where a kernel's parameters lie."""
     return address(words) + 8 * WORDS
 
 

@@ -81,7 +81,7 @@ def one_shot_softmax(x):
 
 @ieee
 def online_softmax(x, block):
-    """The same in two passes over blocks of the last axis: m and l first, then p.
+    """`one_shot_softmax` in two passes over blocks of the last axis: m and l first, then p.
 
     Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3, a block at a time. When the maximum grows from m to
     m_new, every weight counted in l is too large by exp(m_new - m), all by the same factor, so one product repairs l.
