@@ -19,8 +19,8 @@ def why_no_cuda() -> str | None:
     """Why CUDA can't be measured here, as "word: reason", or None if it can."""
     if importlib.util.find_spec("numba_cuda") is None:
         return "no GPU: numba-cuda isn't installed"
+    from flash_numba.backend import BackendError
     from flash_numba.gpu import driver
-    from flash_numba.places import BackendError
 
     if driver.SIMULATED:
         return "no GPU: Numba simulates one"
@@ -80,14 +80,15 @@ def resident(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """A call on copies of arrays that stay on the first GPU: what queues it, and what waits for the end."""
     from flash_numba.addresses import address_of
+    from flash_numba.checked import checked_call
+    from flash_numba.cpu.backend import CPU
     from flash_numba.gpu import dlpack, driver, launch
-    from flash_numba.gpu.place import Copies
-    from flash_numba.gpu.planned import PLAIN_RULES
-    from flash_numba.interface import checked_call
+    from flash_numba.gpu.backend import Transfer
 
     gpus, stream = driver.find(), dlpack.LEGACY_STREAM
-    call, _ = checked_call(q, k, v, **PLAIN_RULES | rules)
-    there, own = Copies(gpus).there(call)
+    call, _ = checked_call(q, k, v, CPU(), **rules)
+    own = Transfer(gpus)
+    there = own.copies(call)
     prepared = launch.prepare(there, gpus, own.device, stream)
     addresses = tuple(map(address_of, (there.q, there.k, there.v, there.out, there.lse)))
     scratch = Scratch(gpus)

@@ -15,11 +15,12 @@ import numpy as np
 
 import flash_numba
 from flash_numba import bands
+from flash_numba.checked import checked_call
+from flash_numba.cpu.backend import CPU
 from flash_numba.gpu import driver, launch, plan
 from flash_numba.gpu.arguments import pack
+from flash_numba.gpu.backend import planned_copies
 from flash_numba.gpu.compile import Kernel
-from flash_numba.gpu.place import Copies
-from flash_numba.interface import checked_call
 from flash_numba.problem import PROBLEM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -125,15 +126,10 @@ def device_cases() -> list[Any]:
 def planned(case: Any, cc: tuple[int, int]) -> plan.Plan | None:
     """How a GPU would do a case; None if there is nothing to do."""
     q, k, v, options = case.arguments()
-    rules: dict[str, Any] = {
-        "causal": False, "window": None, "scale": None, "softcap": None, "alibi_slopes": None, "dropout": 0.0,
-        "seed": None, "training": True, "k_scale": None, "v_scale": None, "layout": "bhsd",
-    }  # fmt: skip
-    call, _ = checked_call(q, k, v, **rules | options)
+    call, _ = checked_call(q, k, v, CPU(), **options)
     if call.lse.size == 0:
         return None
-    there, _ = Copies(driver.Nowhere(cc)).there(call)
-    return launch.plan_call(there, cc, False)[0]
+    return launch.plan_call(planned_copies(call, cc), cc, False)[0]
 
 
 def compile_case(name: str, cc: tuple[int, int]) -> None:

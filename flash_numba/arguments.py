@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from .backend import HOST_TYPES
 from .dtypes import BOOL, CODES, EIGHT_BIT, format_code
 from .geometry import UNLIMITED
-from .places import PLAIN
 
 DTYPE_NAMES = ", ".join(dtype.name for dtype in CODES)
 EIGHT_BIT_NAMES = ", ".join(dtype.name for dtype in EIGHT_BIT)
@@ -26,8 +26,8 @@ def check_choice(name: str, value: Any, allowed: tuple) -> None:
 
 
 def plain_array(name: str, x: Any, allowed: str) -> np.ndarray:
-    """Whatever NumPy takes for an array; one on a GPU in the form that its place has given it (`places.py`)."""
-    if not isinstance(x, PLAIN):
+    """Whatever NumPy takes for an array; one on a GPU in the form that its backend has given it."""
+    if not isinstance(x, HOST_TYPES):
         from .gpu.arrays import DeviceArray, device_of
 
         if type(x) is DeviceArray:
@@ -42,7 +42,7 @@ def plain_array(name: str, x: Any, allowed: str) -> np.ndarray:
         raise TypeError(f"{name} must be {allowed}, as NumPy reads them, got {type(x).__name__}: {error}") from None
 
 
-def operand(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
+def attention_input(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
     """q, k or v as an array of at least two axes."""
     allowed = f"{DTYPE_NAMES}, {EIGHT_BIT_NAMES}" if allow_eight_bit else DTYPE_NAMES
     array = plain_array(name, x, f"an array of {allowed}")
@@ -128,13 +128,13 @@ def dropout_rate(dropout: float, seed: Any, training: bool) -> tuple[float, int]
 
 def array_of_shape(name: str, x: Any, shape: tuple[int, ...]) -> np.ndarray:
     """An output, or a derivative by it."""
-    array = operand(name, x)
+    array = attention_input(name, x)
     if array.shape != shape:
         raise ValueError(f"{name} must have the output's shape, {shape}, got {array.shape}")
     return array
 
 
-def row_numbers(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def per_row(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """A log-sum-exp of each row, or a derivative by it: contiguous, in the accumulation format."""
     array = plain_array(name, x, "a float32 or float64 array")
     if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
@@ -206,27 +206,27 @@ def heads_view(x: np.ndarray, bshd: bool) -> np.ndarray:
     return x if x.ndim > 3 else x[None]
 
 
-def score_terms(bias: Any, mask: Any, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Bias and mask as views of shape (..., H, S_q, S_kv), floats before booleans.
+def bias_and_mask(bias: Any, mask: Any, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Bias and mask, as far as given, as views of shape (..., H, S_q, S_kv), floats before booleans.
 
     A boolean bias is a mask and a float mask is one more bias, as PyTorch has it.
     """
-    terms = []
-    for name, term in (("bias", bias), ("mask", mask)):
-        if term is None:
+    operands = []
+    for name, operand in (("bias", bias), ("mask", mask)):
+        if operand is None:
             continue
-        array = plain_array(name, term, f"boolean or one of {DTYPE_NAMES}")
+        array = plain_array(name, operand, f"boolean or one of {DTYPE_NAMES}")
         if format_code(array.dtype) is None:
             raise TypeError(
                 f"{name} must be boolean (True keeps a key) or one of {DTYPE_NAMES} (added to the scores), "
                 f"got {array.dtype} of shape {array.shape}"
             )
         try:
-            terms.append(np.broadcast_to(array, shape))
+            operands.append(np.broadcast_to(array, shape))
         except ValueError:
             wanted = f"(..., H, S_q, S_kv) = {shape}"
             raise ValueError(f"{name} must broadcast to {wanted}, got shape {array.shape}") from None
-    return sorted(terms, key=lambda term: format_code(term.dtype) == BOOL)
+    return sorted(operands, key=lambda operand: format_code(operand.dtype) == BOOL)
 
 
 def per_head(name: str, value: Any, batch: tuple[int, ...], heads: int, heads_name: str) -> np.ndarray | None:

@@ -164,19 +164,6 @@ def limit(dtype, truth, *, blocks=None):
     return allowed + fmt.tiny
 
 
-def output_limit(dtype, v_max, score_max, *, keys, head_dim):
-    """Allowed |error| of a compiled kernel's output in `dtype`, from the largest |v| and score (z of point 1) alone.
-
-    Looser than `limit`, which knows each row's weights: here A and |O| may be as large as `v_max`, and S as large as
-    `v_max / sqrt(2)`, which two opposite values sharing a row come to. Takes numbers, or arrays with a value a row.
-    """
-    fmt = TABLE[np.dtype(dtype)]
-    allowed = fmt.accumulated * (_sums(keys) + _score(head_dim) * score_max / sqrt(2))
-    if fmt.roundoff > fmt.accumulated:
-        allowed = allowed + fmt.roundoff
-    return allowed * v_max + fmt.tiny
-
-
 def lse_limit(dtype, score_max, *, keys, head_dim):
     """Allowed |error| of a log-sum-exp from inputs in `dtype`; it is kept in the accumulation format.
 

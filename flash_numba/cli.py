@@ -17,8 +17,9 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from . import __version__, check, diagnosis, files, interface
-from .places import BackendError
+from . import check, diagnosis, files, interface, rules
+from ._version import __version__
+from .backend import BackendError
 
 try:
     import typer
@@ -41,7 +42,7 @@ class Dtype(str, Enum):
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     # As Ctrl-C does, so that temporary files go and the kernel stops; 128 + the signal's number is the shell's custom.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app(prog_name="flash-numba")
@@ -236,7 +237,7 @@ def run_command(
     mask: Annotated[Path | None, typer.Option(help="File with a boolean mask, True = keep.")] = None,
     mask_name: Annotated[str, typer.Option(metavar="NAME", help="Name of the mask in its archive.")] = "mask",
     layout: Annotated[str, typer.Option(help="bhsd for (..., H, S, D), bshd for (..., S, H, D).")] = "bhsd",
-    backend: Annotated[str, typer.Option(help=", ".join(interface.BACKENDS))] = "auto",
+    backend: Annotated[str, typer.Option(help=", ".join(rules.BACKENDS))] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to use. Default: all.")] = None,
 ) -> None:
     """Attention on arrays in files, which are mapped and not read whole. The output appears whole or not at all."""
@@ -269,7 +270,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def read_inputs(inputs: list[Path], names: tuple[str, ...], dtype: Dtype | None) -> list[np.ndarray]:
-    """q, k and v."""
+    """The arrays q, k and v, from one archive or from a file each."""
     if len(inputs) == 1 and inputs[0].suffix == ".npy":
         fail(f"{inputs[0]}: a .npy file holds one array; give three, for q, k and v")
     if len(inputs) not in (1, 3):
@@ -284,7 +285,7 @@ def read_inputs(inputs: list[Path], names: tuple[str, ...], dtype: Dtype | None)
 
 
 def attend(inputs: list[Path], arrays: list[np.ndarray], arguments: Any, output: Path, lse: Path | None) -> str:
-    """Computes, writes, and says so."""
+    """Compute the output, write it, and return a line that says so."""
     q, k, v = arrays
     dtype = q.dtype.newbyteorder("=")
     heads_and_rows = q.shape[:-1] if arguments["layout"] == "bhsd" else (*q.shape[:-3], *q.shape[-3:-1][::-1])

@@ -1,6 +1,5 @@
 """The gradient of attention: the public calls `attention_grad` and `attention_varlen_grad`."""
 
-import math
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -8,15 +7,14 @@ from typing import Any
 import numpy as np
 
 from . import arguments as check
-from . import reference
-from .call import Call, GradCall
+from .backend import Array, Backend, GradientCall, Progress
+from .backends import choose
+from .call import Call
+from .checked import checked_call, checked_packed_call, lse_of
 from .dtypes import CODES
-from .interface import Progress, checked_call, checked_packed_call
 from .reference import Gradients
-
-BACKENDS = ("auto", "cpu", "reference")
-NEED = ("q", "k", "v", "bias", "sinks")
-"""What there are gradients of, in the order of `Gradients`."""
+from .rules import BACKENDS
+from .rules import GRADIENTS as NEED
 
 
 def attention_grad(
@@ -70,8 +68,11 @@ def attention_grad(
             (`attention_partial`). `out` and `lse` are then those of all keys: the dq of all parts add up, and so do
             dbias and, over the parts of one row, dsinks, which a single part alone should be asked for.
         seed: For dropout, the integer that the forward call had: a generator would draw another.
-        backend: "auto", "cpu", or "reference" (whole-matrix NumPy in float64, for checking).
-        progress: Called about ten times a second while the call runs, with work items done and their number.
+        backend: "auto", "cpu", or "reference" (whole-matrix NumPy in float64, for checking). "cuda", and arrays on a
+            GPU, aren't taken yet.
+        progress: Called about ten times a second while the call runs, with work tiles done and their number.
+
+    The other arguments are `attention`'s.
 
     Returns:
         `Gradients(dq, dk, dv, dbias, dsinks)`. Each has the shape and the dtype of its argument (q's dtype for 8-bit k
@@ -83,31 +84,27 @@ def attention_grad(
         they hold. Sums are taken in float32 (float64 for float64). Same bits for any number of threads and batches.
 
     Raises:
-        ValueError, TypeError: as `attention`; dout, out, lse and dlse of other shapes or dtypes, unknown names in
-            `need`.
+        ValueError: as `attention`; dout, out, lse or dlse of another shape, unknown names in `need`, backend="cuda".
+        TypeError: as `attention`; dout, out, lse or dlse of another dtype, arrays on a GPU, a generator as `seed`.
         KeyboardInterrupt: within a second of Ctrl-C, for calls from the main thread.
 
     Formula: Dao et al. 2022 (arXiv:2205.14135), appendix B.2; streamed as in Dao 2023 (arXiv:2307.08691), algorithm 2.
     p = exp(s - lse), delta = sum(dout * out) - dlse for each row, ds = p * (dout v^T - delta). Since p comes from the
     LSE alone, it is as exact as that: scores of 1e6 and more, as a bias can make them, lose digits of p in float32.
     """
-    check_backend(backend)
-    check.check_callable("progress", progress)
-    check.check_integer_seed(seed)
-    rules: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "bias": bias, "mask": mask,
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "q_lengths": q_lengths, "kv_lengths": kv_lengths,
-        "q_offset": q_offset, "k_offset": k_offset, "dropout": dropout, "seed": seed, "training": training,
-        "k_scale": k_scale, "v_scale": v_scale, "layout": layout,
+    check_options(backend, progress, seed)
+    chosen = choose(backend, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, bias=bias, mask=mask)
+    call, result = checked_call(
+        q, k, v, chosen, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, sinks=sinks, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset,
+        k_offset=k_offset, dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale,
+        layout=layout,
+    )  # fmt: skip
+    given = {
+        "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "bias": bias, "mask": mask,
+        "sinks": sinks, "layout": layout,
     }  # fmt: skip
-    call, _ = checked_call(q, k, v, **rules)
-    operands, dlse = checked_operands(call, dout, q, k, v, out, lse, dlse)
-    formats = formats_of(need, call, q, k, v, bias, sinks)
-    if backend == "reference":
-        gradients = reference.attention_grad(*operands, dlse=dlse, **rules)
-    else:
-        gradients = computed(call, operands, dlse, bias, sinks, formats, layout, progress)
-    return rounded(gradients, formats)
+    return computed(call, result, given, need, chosen, progress)
 
 
 def attention_varlen_grad(
@@ -145,140 +142,78 @@ def attention_varlen_grad(
         lse: (H, total_q), likewise.
         dlse: (H, total_q), the loss's derivative by it, if it has one.
 
-    The other arguments are `attention_grad`'s.
+    The other arguments are `attention_grad`'s, and so are the dtypes.
 
     Returns:
-        `Gradients(dq, dk, dv, None, dsinks)`; rows and keys behind the last offset have gradients of 0.
+        `Gradients(dq, dk, dv, None, dsinks)`, dsinks in the shape of `sinks`, (H,) or (sequences, H); rows and keys
+        behind the last offset have gradients of 0.
 
     Raises:
         ValueError, TypeError: as `attention_grad` and `attention_varlen`.
+        KeyboardInterrupt: as `attention_grad`.
+
+    Formula: that of `attention_grad` for each sequence.
     """
-    check_backend(backend)
+    check_options(backend, progress, seed)
+    chosen = choose(backend, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse)
+    call, result = checked_packed_call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, chosen, causal=causal, window=window, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout=dropout, seed=seed, training=training, k_scale=k_scale,
+        v_scale=v_scale,
+    )  # fmt: skip
+    given = {
+        "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "bias": None, "mask": None,
+        "sinks": sinks, "layout": "bshd",
+    }  # fmt: skip
+    return computed(call, result, given, need, chosen, progress)
+
+
+# -- from a checked forward call to one of its gradient ----------------------------------------------------------------
+
+
+def check_options(backend: str, progress: Any, seed: Any) -> None:
+    check.check_choice("backend", backend, BACKENDS)
     check.check_callable("progress", progress)
     check.check_integer_seed(seed)
-    rules: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
-        "sinks": sinks, "dropout": dropout, "seed": seed, "training": training, "k_scale": k_scale, "v_scale": v_scale,
-    }  # fmt: skip
-    call, _ = checked_packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, **rules)
-    operands, dlse = checked_operands(call, dout, q, k, v, out, lse, dlse)
-    formats = formats_of(need, call, q, k, v, None, sinks)
-    if backend == "reference":
-        offsets: tuple = call.cu_seqlens_q, call.cu_seqlens_k
-        gradients = reference.attention_varlen_grad(*operands, *offsets, dlse=dlse, **rules)
-    else:
-        gradients = computed(call, operands, dlse, None, sinks, formats, "bshd", progress)
-    return rounded(gradients, formats)
-
-
-# -- from arguments to a call, and back to what the caller knows -------------------------------------------------------
-
-
-def check_backend(backend: str) -> None:
-    if backend == "cuda":
-        raise ValueError(f"backend='cuda' computes no gradients yet; it may be one of {BACKENDS}")
-    check.check_choice("backend", backend, BACKENDS)
-
-
-def checked_operands(call: Call, dout, q, k, v, out, lse, dlse) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
-    """(dout, q, k, v, out, lse) and dlse as arrays that fit the call; lse and dlse in the accumulation format."""
-    q, k, v = (np.asarray(x) for x in (q, k, v))
-    shape = (*q.shape[:-1], v.shape[-1])
-    row_shape = call.lse[(0,) * (4 - q.ndim)].shape
-    dout, out = check.array_of_shape("dout", dout, shape), check.array_of_shape("out", out, shape)
-    lse = check.row_numbers("lse", lse, row_shape, call.lse.dtype)
-    return (dout, q, k, v, out, lse), dlse if dlse is None else check.row_numbers("dlse", dlse, row_shape, lse.dtype)
-
-
-def formats_of(need: Collection[str], call: Call, q, k, v, bias, sinks) -> list[np.dtype | None]:
-    """The dtype of each gradient, in the order of `Gradients`; None for one that isn't asked for or doesn't exist."""
-    need = check.names_among("need", need, NEED)
-    formats = []
-    for name, x in zip(NEED, (q, k, v, bias, sinks), strict=True):
-        dtype = None if x is None else np.asarray(x).dtype.newbyteorder("=")
-        if name not in need or (name == "bias" and dtype == np.bool_):
-            dtype = None
-        elif dtype is not None and dtype not in CODES:
-            dtype = call.lse.dtype if name == "sinks" else call.q.dtype.newbyteorder("=")
-        formats.append(dtype)
-    return formats
 
 
 def computed(
-    call: Call, operands, dlse, bias, sinks, formats: list[np.dtype | None], layout: str, progress: Progress | None
+    call: Call,
+    result: Array,
+    given: dict[str, Any],
+    need: Collection[str],
+    backend: Backend,
+    progress: Progress | None,
 ) -> Gradients:
-    """The gradients that have a format, by the compiled kernel: shaped as their arguments, in the accumulation format.
-
-    The kernel makes one for each batch element and key head, and they are summed here over what is shared. The others
-    it writes where they are to stay.
-    """
-    dout, q, k, v, out, lse = operands
-    bshd = layout == "bshd"
-    call = replace(call, out=check.heads_view(out, bshd), lse=lse.reshape(call.lse.shape))
-    key_heads = math.lcm(call.k.shape[-3], call.v.shape[-3])  # both may differ: a head of each for either
-    asked = dict(zip(NEED, (dtype is not None for dtype in formats), strict=True))
-    grad = GradCall(
-        call=call,
+    """The gradients of a forward call, by a backend. result: an array like the forward's output."""
+    backend.supports(call, gradient=True).require()
+    bshd, wide, row_shape = given["layout"] == "bshd", call.lse.dtype, lse_of(call, result).shape
+    q, k, v = (np.asarray(given[name]) for name in ("q", "k", "v"))
+    dout, out = (check.array_of_shape(name, given[name], result.shape) for name in ("dout", "out"))
+    lse = check.per_row("lse", given["lse"], row_shape, wide)
+    dlse = None if given["dlse"] is None else check.per_row("dlse", given["dlse"], row_shape, wide)
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    gradient = GradientCall(
+        call=replace(call, out=check.heads_view(out, bshd), lse=lse.reshape(call.lse.shape)),
         dout=check.heads_view(dout, bshd),
         dlse=None if dlse is None else dlse.reshape(call.lse.shape),
-        dq=zeros_for(q, call.q.shape[-3], call, bshd) if asked["q"] else None,
-        dk=zeros_for(k, key_heads, call, bshd) if asked["k"] else None,
-        dv=zeros_for(v, key_heads, call, bshd) if asked["v"] else None,
-        dbias=np.zeros(padded(np.shape(bias), call.operands[0].ndim), lse.dtype) if asked["bias"] else None,
-        dsinks=np.zeros_like(call.sinks, lse.dtype) if asked["sinks"] else None,
+        given=given | arrays,
+        formats=formats_of(need, call, q, k, v, given["bias"], given["sinks"]),
     )
-    if lse.size:
-        from .cpu import backward_launch  # not before the first call: it starts Numba
-
-        backward_launch.run(grad, progress)
-    return Gradients(
-        dq=None if grad.dq is None else shaped_as(q, grad.dq, bshd),
-        dk=None if grad.dk is None else shaped_as(k, grad.dk, bshd),
-        dv=None if grad.dv is None else shaped_as(v, grad.dv, bshd),
-        dbias=None if grad.dbias is None else grad.dbias.reshape(np.shape(bias)),
-        dsinks=None if grad.dsinks is None else summed_sinks(grad.dsinks, np.shape(sinks)),
-    )
+    return backend.gradient(gradient, progress)
 
 
-def zeros_for(x: np.ndarray, heads: int, call: Call, bshd: bool) -> np.ndarray:
-    """(batch axes, heads, rows, columns), in the layout of `x` where that is of the same size."""
-    own = check.heads_view(x, bshd).shape
-    shape = (*call.q.shape[:-3], heads, *own[-2:])
-    dtype = call.lse.dtype
-    return check.heads_view(np.zeros(x.shape, dtype), bshd) if own == shape else np.zeros(shape, dtype)
-
-
-def padded(shape: tuple[int, ...], axes: int) -> tuple[int, ...]:
-    """With axes of length 1 to the left, as broadcasting has it."""
-    return (1,) * (axes - len(shape)) + shape
-
-
-def shaped_as(x: np.ndarray, dx: np.ndarray, bshd: bool) -> np.ndarray:
-    """What `zeros_for(x, ...)` gave, filled, as the derivative by `x`."""
-    dx = sum_to(dx, check.heads_view(x, bshd).shape)
-    dx = dx[(0,) * (4 - x.ndim)]
-    return dx.swapaxes(-3, -2) if bshd and x.ndim > 2 else dx
-
-
-def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`x` summed over the axes along which an array of `shape` was repeated to give it."""
-    if x.shape == shape:
-        return x
-    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
-    return x.sum(axis=tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
-
-
-def summed_sinks(dsinks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """From one for each batch element and head: (H,), or all of them in the shape given."""
-    return dsinks.sum(axis=0) if len(shape) == 1 else dsinks.reshape(shape)
-
-
-def rounded(gradients: Gradients, formats: list[np.dtype | None]) -> Gradients:
-    """Those that have a format, in it."""
-    with np.errstate(over="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
-        return Gradients(
-            *(
-                None if dx is None or dtype is None else np.asarray(dx, dtype)
-                for dx, dtype in zip(gradients, formats, strict=True)
-            )
-        )
+def formats_of(need: Collection[str], call: Call, q, k, v, bias, sinks) -> dict[str, np.dtype]:
+    """The dtype of each gradient that is asked for and exists."""
+    need = check.names_among("need", need, NEED)
+    formats = {}
+    for name, x in zip(NEED, (q, k, v, bias, sinks), strict=True):
+        if x is None or name not in need:
+            continue
+        dtype = np.asarray(x).dtype.newbyteorder("=")
+        if name == "bias" and dtype == np.bool_:
+            continue
+        if dtype not in CODES:
+            dtype = call.lse.dtype if name == "sinks" else call.q.dtype.newbyteorder("=")
+        formats[name] = dtype
+    return formats

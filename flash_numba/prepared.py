@@ -5,67 +5,72 @@ dtypes and plain rules only is kept from the first such call; a later one fills 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .addresses import address
-from .problem import PROBLEM, SEQUENCE
+from .backend import Remembered
 
-PLAIN, SIDES = {type(None), bool, int, float, str}, {type(None), int}
-SHIFT, KEY_INDEX = (PROBLEM.fields[name][1] // 8 for name in ("shift", "key_index"))  # type: ignore[index]
+BY_VALUE = {type(None), bool, int, float, str}  # types that compare by value and can't change
+SIDES = {type(None), int}  # of the sides of a window
 LIMIT = 512  # calls remembered; all are forgotten when there are more
 
 # For classes of device arrays that have been seen: what tells three of them, q, k and v, apart from others.
 FORMS: dict[type, Callable[[Any, Any, Any], tuple | None]] = {}
 
-_known: dict[tuple, Any] = {}
+_known: dict[tuple, Remembered] = {}
 
 
-class Prepared(NamedTuple):
-    """A call without its arrays."""
+def recall(
+    q, k, v, causal, window, scale, softcap, bias, mask, alibi_slopes, sinks, q_lengths, kv_lengths, q_offset, dropout,
+    k_scale, v_scale, layout, out, backend, progress,
+) -> tuple[tuple | None, Remembered | None]:  # fmt: skip
+    """`(key, kept)` of a call of `attention`: what it may be remembered by, if at all, and what was kept of one alike.
 
-    start: Any  # cpu.launch.start
-    launch: Any  # cpu.launch.Launch
-    alive: list  # tables that the launch points to
-    shape: tuple[int, ...]  # of out
-    dtype: np.dtype
-    lse_shape: tuple[int, ...]
-    lse_dtype: np.dtype
-
-    def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        out, lse = np.empty(self.shape, self.dtype), np.empty(self.lse_shape, self.lse_dtype)
-        addresses = address(q), address(k), address(v), address(out), address(lse)
-        self.start(self.launch, addresses, (q, k, v, out, lse, self))
-        return out, lse
-
-
-def following_keys(launch: Any, tables: list, count: int) -> Any:
-    """The launch for the keys that come `count` keys after those of a launch; its tables are moved on in place."""
-    words = launch.words.copy()
-    words[SHIFT] -= count
-    words[KEY_INDEX] += count
-    for table in tables:
-        if table.dtype == SEQUENCE:
-            table["shift"] -= count
-    return launch._replace(words=words)
+    Takes all its keywords but those that are `rules.FREE`; those that are `rules.KEY` are in the key, and all others
+    have to be at their defaults. (Written out for speed: a look takes less than a microsecond.)
+    """
+    kind = type(q)
+    if not (
+        kind is type(k) is type(v)
+        and (kind is np.ndarray or kind in FORMS)
+        and bias is mask is alibi_slopes is sinks is q_lengths is kv_lengths is q_offset is k_scale is v_scale is None
+        and out is progress is None
+        and is_plain(window, scale, softcap, dropout, causal, layout, backend)
+        and dropout == 0
+    ):
+        return None, None
+    form: tuple | None
+    if kind is np.ndarray:
+        form = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
+    else:
+        form = FORMS[kind](q, k, v)
+        if form is None:
+            return None, None
+    key = (form, causal, type(causal), window, scale, softcap, layout, backend)
+    return key, _known.get(key)
 
 
 def is_plain(window: Any, *arguments: Any) -> bool:
-    """Whether arguments are of types that compare by value and can't change: only such calls are remembered."""
+    """Whether arguments compare by value and can't change: only such calls are remembered."""
     for x in arguments:  # not all(...), which takes three times as long
-        if type(x) not in PLAIN:
+        if type(x) not in BY_VALUE:
             return False
     if type(window) is tuple:
         return all(type(side) in SIDES for side in window)
     return type(window) in SIDES
 
 
-def recall(key: tuple) -> Any:
-    return _known.get(key)
+def form_of_chunk(k: Any, v: Any, bias: Any, mask: Any) -> tuple | None:
+    """What chunks of a stream that are absorbed alike have in common; None for those that each need a look."""
+    if bias is mask is None and type(k) is type(v) is np.ndarray:
+        return k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+    return None
 
 
-def remember(key: tuple, prepared: Any) -> None:
+def remember(key: tuple, kept: Remembered | None) -> None:
+    if kept is None:
+        return
     if len(_known) >= LIMIT:
         _known.clear()
-    _known[key] = prepared
+    _known[key] = kept

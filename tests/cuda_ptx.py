@@ -1,6 +1,6 @@
 """Calls of flash_numba on a GPU that is the PTX interpreter: compiled as for a device, executed by `ptx`.
 
-`Interpreted` is a place (`flash_numba/places.py`) for one kernel module. It copies a call's arrays to memory where
+`Interpreted` is a backend (`flash_numba/backend.py`) with one kernel module. It copies a call's arrays to memory where
 every byte in between is forbidden, plans and compiles as `gpu/launch.py` does, and runs the PTX.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -18,12 +18,12 @@ from ptx import Counts, GlobalMemory, Machine, parse
 import flash_numba
 from flash_numba import interface, reference
 from flash_numba.addresses import address
+from flash_numba.backend import YES, HostArrays, Progress, Support
 from flash_numba.call import Call
 from flash_numba.gpu import compile as compiling
 from flash_numba.gpu import launch
 from flash_numba.gpu.arguments import ARGUMENTS
 from flash_numba.gpu.plan import TABLES_TO_COME, Plan, cut
-from flash_numba.places import Host
 from flash_numba.problem import describe
 from flash_numba.work_tiles import packed_work_tiles
 
@@ -49,7 +49,7 @@ def machine_for(ptx: str, threads: int, shared_bytes: int, at_once: int) -> Mach
     return Machine(kernel, (threads, 1, 1), shared_bytes, at_once)
 
 
-class Interpreted(Host):
+class Interpreted(HostArrays):
     """A GPU of the interpreter, on which `module` does every call.
 
     change: what is done to the PTX first, for tests that want it wrong. backwards: the last thread blocks run first.
@@ -60,7 +60,18 @@ class Interpreted(Host):
         self.counts = Counts()
         self.ptx = ""
 
-    def run(self, call: Call, repeated: bool = False) -> None:
+    name = "cuda"
+
+    def supports(self, call: Call, gradient: bool = False) -> Support:
+        return YES
+
+    def remembers(self, kind: type) -> bool:
+        return False
+
+    def prepare(self, call: Call, repeated: bool = False) -> "Prepared":
+        return Prepared(self, call)
+
+    def compute(self, call: Call) -> None:
         if call.lse.size == 0:
             return
         assert call.out is not None
@@ -119,20 +130,33 @@ class Interpreted(Host):
         self.counts = machine.launch(of.grid, record.tobytes(), memory, backwards=self.backwards)
 
 
+class Prepared(NamedTuple):
+    """A call on the interpreter (`backend.PreparedCall`)."""
+
+    backend: Interpreted
+    call: Call
+
+    def run(self, progress: Progress | None = None) -> None:
+        self.backend.compute(self.call)
+
+    def remembered(self, out: np.ndarray, lse: np.ndarray) -> None:
+        return None
+
+
 @contextmanager
-def calls_on(place: Interpreted) -> Iterator[None]:
+def calls_on(backend: Interpreted) -> Iterator[None]:
     """`flash_numba`'s public calls take place there."""
     before = interface.choose
-    interface.choose = lambda backend, **arrays: place  # type: ignore[assignment]
+    interface.choose = lambda name, **arrays: backend  # type: ignore[assignment]
     try:
         yield
     finally:
         interface.choose = before
 
 
-def attend(place: Interpreted, q: Any, k: Any, v: Any, **options: Any) -> Any:
+def attend(backend: Interpreted, q: Any, k: Any, v: Any, **options: Any) -> Any:
     """`flash_numba.attention` there."""
-    with calls_on(place):
+    with calls_on(backend):
         return flash_numba.attention(q, k, v, **options)
 
 

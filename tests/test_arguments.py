@@ -121,6 +121,56 @@ def test_errors_of_other_calls(qkv):
         flash_numba.warmup(["nope"])
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_masked_arrays_are_refused(qkv, number):
+    arrays = list(qkv)
+    arrays[number] = np.ma.masked_array(arrays[number])
+    with pytest.raises(TypeError, match=f"{'qkv'[number]} is a masked array"):
+        attention(*arrays)
+
+
+def test_lengths_are_checked_against_what_they_count():
+    q, k, v = normal(2, 9, 8), normal(2, 7, 8, seed=1), normal(2, 7, 8, seed=2)
+    with pytest.raises(ValueError, match="kv_lengths must lie from 0 to 7"):
+        attention(q, k, v, kv_lengths=8)
+    with pytest.raises(ValueError, match="q_lengths must lie from 0 to 7"):
+        attention(k, q, q, q_lengths=8)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_an_output_that_repeats_any_axis_is_refused(axis):
+    x = normal(2, 2, 2, 2)
+    strides = [0 if n == axis else stride for n, stride in enumerate(x.strides)]
+    with pytest.raises(ValueError, match="out must not overlap itself"):
+        attention(x, x, x, out=np.lib.stride_tricks.as_strided(x.copy(), x.shape, strides))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_an_output_over_an_operand_is_computed_aside(name):
+    """Two heads of 8 rows: the first one's output lies where the second one's operand is still to be read."""
+    q, k, v = (normal(2, 8, 8, seed=n) for n in range(3))
+    memory = np.zeros(2 * 8 * 8, np.float32)
+    operand = memory.view(bool)[:128].reshape(2, 8, 8) if name == "mask" else memory.reshape(2, 8, 8)
+    operand[...] = normal(2, 8, 8, seed=3) > 0 if name == "mask" else normal(2, 8, 8, seed=3)
+    want = attention(q, k, v, **{name: operand.copy()})
+    np.testing.assert_array_equal(attention(q, k, v, **{name: operand}, out=memory.reshape(2, 8, 8)), want)
+
+
+def test_an_output_in_foreign_byte_order_is_written_in_it():
+    for dtype in (np.float64, np.float32):
+        q, k, v = (normal(2, 20, 8, seed=n).astype(dtype) for n in range(3))
+        out = np.empty(q.shape, q.dtype.newbyteorder(">"))
+        assert attention(q, k, v, out=out) is out
+        np.testing.assert_array_equal(out.astype(dtype), attention(q, k, v))
+
+
+def test_merge_keeps_the_finest_format(qkv):
+    out, lse = attention_partial(*qkv, q_offset=0)
+    for lses in ([lse, lse.astype(np.float64)], [lse.astype(np.float64), lse]):
+        assert merge([out, out], lses)[1].dtype == np.float64
+    assert merge([out, out], [lse, lse])[1].dtype == np.float32
+
+
 def test_merge_checks_its_parts(qkv):
     out, lse = attention_partial(*qkv, q_offset=0)
     for outs, lses in (([out.astype(int)], [lse]), ([out], [lse.astype(int)]), ([out], [lse + 0j]), (None, None)):
@@ -165,6 +215,19 @@ def test_run_refuses_to_overwrite_its_input(tmp_path):
         assert "would be overwritten" in result.output
     assert not (tmp_path / "out.npy").exists()
     np.testing.assert_array_equal(np.load(files[0]), x)
+
+
+def test_run_refuses_one_file_for_two_results_however_it_is_named(tmp_path):
+    from flash_numba.cli import app
+
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    np.savez(tmp_path / "all.npz", **dict.fromkeys("qkv", normal(5, 8)))
+    for lse in ("out.npy", "d/../out.npy", "link/out.npy"):
+        named = ["-o", tmp_path / "out.npy", "--lse", tmp_path / lse]
+        result = CliRunner().invoke(app, ["run", *map(str, [tmp_path / "all.npz", *named])])
+        assert result.exit_code == 2
+        assert "named for the output and for the log-sum-exp" in result.output
 
 
 def test_an_output_without_elements_is_taken():

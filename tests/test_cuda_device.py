@@ -11,8 +11,8 @@ from test_conformance import KernelConformance
 
 import flash_numba
 from flash_numba import attention, attention_varlen
+from flash_numba.backend import BackendError
 from flash_numba.gpu import driver
-from flash_numba.places import BackendError
 
 
 def why_none():

@@ -1,4 +1,4 @@
-"""The CUDA backend up to the kernel, without numba-cuda: arrays, places, errors, launches on a fake driver."""
+"""The CUDA backend up to the kernel, without numba-cuda: arrays, backends, errors, launches on a fake driver."""
 
 import ctypes
 import gc
@@ -14,9 +14,10 @@ import pytest
 from fake_cuda import DeviceThing, DlpackThing, FakeApi, values
 
 import flash_numba
-from flash_numba import attention, attention_partial, attention_varlen, places, reference
+from flash_numba import attention, attention_partial, attention_varlen, backends, reference
 from flash_numba.gpu import arrays, dlpack, driver
 from flash_numba.gpu.arrays import DeviceArray, Foreign
+from flash_numba.scores import LOG2E
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -218,7 +219,7 @@ def test_what_lies_on_a_gpu():
         assert arrays.device_of(host) is None
 
 
-# -- choosing a place --------------------------------------------------------------------------------------------------
+# -- choosing a backend ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -335,7 +336,7 @@ def test_without_numba_cuda(nothing_installed, tmp_path):
     q, k, v = qkv()
     for call in (
         lambda: attention(q, k, v, backend="cuda"),
-        lambda: attention_varlen(q[0], k[0], v[0], [0, 4], [0, 2], backend="cuda"),
+        lambda: attention_varlen(*(x[0].swapaxes(0, 1) for x in (q, k, v)), [0, 4], [0, 2], backend="cuda"),
         lambda: flash_numba.info(q, k, v, backend="cuda"),
         lambda: flash_numba.warmup(backend="cuda"),
         lambda: attention(*map(DeviceThing, (q, k, v))),
@@ -370,7 +371,7 @@ def test_info_names_the_gpu(fake, monkeypatch):
 def test_backends_are_named():
     with pytest.raises(ValueError, match="'auto', 'cpu', 'cuda', 'reference', got 'gpu'"):
         attention(*qkv(), backend="gpu")
-    assert places.choose("auto", q=np.zeros(3), k=[1.0], v=None) is places.HOST
+    assert backends.choose("auto", q=np.zeros(3), k=[1.0], v=None).name == "cpu"
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------
@@ -443,7 +444,8 @@ def compute(parameters):
     q = array("q", batch, heads, queries, int(p["dim"]))
     k = array("k", batch, heads // int(p["k_group"]), keys, int(p["dim"]))
     v = array("v", batch, heads // int(p["v_group"]), keys, int(p["value_dim"]))
-    rules = {"scale": float(p["scale"]) / 1.4426950408889634, "alibi_slopes": numbers("slope", heads)}
+    slopes = numbers("slope", heads)  # to base 2, like scores
+    rules = {"scale": float(p["scale"]) / LOG2E, "alibi_slopes": None if slopes is None else slopes / LOG2E}
     rules["window"] = (min(int(p["left"]), 2**30), min(int(p["right"]), 2**30))
     if p["mask"]:
         rules["mask"] = array("mask", batch, heads, queries, keys)
@@ -571,7 +573,7 @@ def test_packed_sequences_and_the_rows_behind_them(gpu):
 
     p = np.frombuffer(gpu.started[0].parameters, ARGUMENTS)[0]
     own = np.frombuffer(ctypes.string_at(int(p["sequences"]), 3 * SEQUENCE.itemsize), SEQUENCE) if gpu.memory else None
-    assert (p["batch"], p["tile_count"]) == (3, 3)
+    assert (p["batch"], p["work_tile_count"]) == (3, 3)
     assert own is None or own["queries"].tolist() == [5, 13, 2]
     assert WORK_TILE.itemsize == 16
 

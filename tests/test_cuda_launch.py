@@ -103,6 +103,38 @@ def test_public_calls_on_the_simulator():
     assert "Numba's simulator" in printed
 
 
+def test_copies_keep_the_whole_contract_on_the_simulator():
+    """Streams and merges of arrays in host memory, which no public call has done on a GPU so far."""
+    code = """
+        import sys, numpy as np, flash_numba
+        from flash_numba import backends, stream
+        from flash_numba.gpu.backend import Copies
+        sys.setswitchinterval(1e-4)
+        rng = np.random.default_rng(0)
+        q, (k, v) = rng.standard_normal((2, 2, 5, 8), dtype="f4"), rng.standard_normal((2, 2, 2, 11, 8), dtype="f4")
+        rules = {"causal": True, "kv_total": 11, "sinks": rng.standard_normal((2, 2)), "alibi_slopes": [0.1, 0.2]}
+        def close(got, want):
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+        def streamed():
+            whole = flash_numba.AttentionStream(q, **rules)
+            for part in (slice(0, 4), slice(4, 11)):
+                whole.absorb(k[..., part, :], v[..., part, :])
+            return whole.result()
+        want = streamed()
+        stream.choose = lambda name, **arrays: backends.choose("cuda", **arrays)
+        close(streamed(), want)
+        outs, lses = rng.standard_normal((2, 3, 5, 4), dtype="f4"), rng.standard_normal((2, 3, 5), dtype="f4")
+        sinks, out, lse = rng.standard_normal((1, 3)), np.empty((3, 5, 4), "f4"), np.empty((3, 5), "f4")
+        Copies().merge([*outs], [*lses], sinks, out, lse)
+        close((out, lse), flash_numba.merge(outs, lses, sinks=sinks[0]))
+        seen = []
+        flash_numba.attention(q, k, v, backend="cuda", progress=lambda *of: seen.append(of))
+        print(seen, Copies().remembers(np.ndarray))
+    """
+    assert in_new_process(code, NUMBA_ENABLE_CUDASIM="1").strip() == "[(1, 1)] False"
+
+
 # -- which kernel, and why ---------------------------------------------------------------------------------------------
 
 

@@ -37,9 +37,9 @@ def test_a_call_is_described_as_it_is_run(monkeypatch):
     assert asked == ["decode", "decode", "forward", "forward"]
 
 
-def test_shares_blocks_and_reasons():
+def test_splits_blocks_and_reasons():
     found = flash_numba.info(*arrays(1, 5000))
-    assert "5 shares of 1024" in found["keys"]
+    assert "5 KV splits of 1024" in found["keys"]
     assert "1 queries x 4 heads" in found["rows"]
     assert found["k"] == "read in place"
     half = flash_numba.info(*arrays(100, 5000, dtype=ml_dtypes.bfloat16))

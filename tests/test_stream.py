@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conformance import assert_within, expect_call, normal, same_bits
 
-from flash_numba import AttentionStream, attention, attention_partial, merge, reference, stream
+from flash_numba import AttentionStream, attention, attention_partial, merge, reference
 from flash_numba.cpu import launch
 
 INF, NAN = math.inf, math.nan
@@ -421,8 +421,8 @@ def test_a_stream_whose_absorb_was_interrupted_is_refused(monkeypatch, count):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(stream, "run", interrupted)
-        patched.setattr(whole, "_started", (interrupted, *whole._started[1:]))
+        patched.setattr(launch, "start", interrupted)
+        patched.setattr(whole._state, "_prepared", whole._state._prepared._replace(start=interrupted))
         with pytest.raises(KeyboardInterrupt):
             whole.absorb(k[:, :count].copy(), v[:, :count].copy())
     for use in (lambda: whole.absorb(k, v), whole.result):

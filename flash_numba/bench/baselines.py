@@ -43,7 +43,7 @@ def one_shot(q, k, v, causal=False):
 
 
 def online(q, k, v, causal=False, block=BLOCK):
-    """The same, `block` keys at a time, with a running maximum and sum."""
+    """One-shot attention's formula, `block` keys at a time, with a running maximum and sum."""
     rows = grouped(q, k)
     m = np.full((*rows.shape[:-1], 1), -np.inf, q.dtype)
     l = np.zeros_like(m)

@@ -123,13 +123,8 @@ def read(words):
     return total
 
 
-def read_bandwidth(threads: int = 1, nbytes: int = GIB, repeats: int = 3) -> float:
-    """GB/s of reading an array of `nbytes` once, in equal parts by so many threads: the best of `repeats` passes."""
-    return read_speed(np.ones(nbytes // 8, np.uint64), threads, repeats)
-
-
 def read_speed(words: np.ndarray, threads: int, repeats: int) -> float:
-    """The same of an array of uint64 that is there already."""
+    """GB/s of reading an array of uint64 once, in equal parts by so many threads: the best of `repeats` passes."""
     parts = np.array_split(words, threads)
     read(words[:8])
     best = min(run_together(lambda thread: read(parts[thread]), threads) for _ in range(repeats))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..backend import HOST_TYPES
 from . import dlpack
 from .dlpack import CPU, CUDA, CUDA_HOST, CUDA_MANAGED, Contents
 
@@ -313,7 +314,7 @@ def interface_contents(name: str, x: Any, memory: Any) -> Contents:
 
 def device_of(x: Any) -> tuple[int, int] | None:
     """(DLPack device type, number) of an array in a GPU's memory; None for anything that NumPy should take."""
-    if x is None or isinstance(x, (np.ndarray, np.generic, int, float, list, tuple)):
+    if isinstance(x, HOST_TYPES):
         return None
     ask = getattr(x, "__dlpack_device__", None)
     if ask is not None:

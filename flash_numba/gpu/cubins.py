@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import disk_cache
-from ..places import INSTALL, BackendError
+from ..backend import INSTALL, BackendError
 from .compile import ENTRY, Kernel, architecture, assemble, to_ptx
 from .driver import version_of
 

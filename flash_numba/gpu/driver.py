@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..places import INSTALL, NO_NUMBA_CUDA, BackendError
+from ..backend import INSTALL, NO_NUMBA_CUDA, BackendError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 OLDEST = (7, 5)  # the least compute capability that CUDA 13 compiles for
@@ -27,7 +27,7 @@ COMPONENTS = ("numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink", 
 
 
 class GPU(NamedTuple):
-    """A device."""
+    """What is known of a device."""
 
     name: str
     cc: tuple[int, int]  # compute capability
@@ -141,7 +141,7 @@ class Driver:
     # -- memory
 
     def allocate(self, count: int, device: int) -> tuple[int, Memory]:
-        """So many bytes: their address, and what keeps them."""
+        """Allocate so many bytes; returns their address, and what keeps them."""
         with self.on(device):
             address = int(self._check(self._api.cuMemAlloc(max(count, 1))))
         return address, Memory(self, address, device)
@@ -169,7 +169,7 @@ class Driver:
         return np.ndarray(array.shape, array.dtype, copy, array.address - low if copy.size else 0, array.strides)
 
     def read_bytes(self, address: int, count: int, device: int) -> np.ndarray:
-        """Bytes of the device, when everything queued before is done."""
+        """A copy of bytes of the device, when everything queued before is done."""
         copy = np.empty(count, np.uint8)
         if count:
             with self.on(device):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..addresses import address, address_of
+from ..backend import YES, Support
 from ..call import Call
 from ..problem import describe
 from ..work_tiles import packed_work_tiles
@@ -141,7 +142,7 @@ def parameters(record: np.ndarray) -> np.ndarray:
 
 
 def extra_of(words: np.ndarray) -> int:
-    """The address of the latter."""
+    """Where, in what `parameters` returns, the driver is told where a kernel's parameters lie."""
     return address(words) + 8 * WORDS
 
 
@@ -204,14 +205,15 @@ def run_once(kernel: Kernel, record: np.ndarray, driver: Any, device: int, strea
         driver.start(loaded, grid, extra_of(words), device, stream)
 
 
-def check_alignment(call: Call) -> None:
-    """GPUs read numbers only at multiples of their size."""
+def aligned(call: Call) -> Support:
+    """Whether kernels can read a call's arrays: GPUs read numbers only at multiples of their size."""
     arrays = [("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)]
-    for name, array in arrays + [("bias or mask", term) for term in call.operands]:
+    for name, array in arrays + [("bias or mask", operand) for operand in call.operands]:
         if array is None or not array.size:
             continue
         size = array.dtype.itemsize
         if address_of(array) % size or any(stride % size for stride in array.strides):
-            raise ValueError(f"{name} must lie at multiples of {size} bytes on a GPU, got strides {array.strides}")
+            return Support.no(f"{name} must lie at multiples of {size} bytes on a GPU, got strides {array.strides}")
         if not array.dtype.isnative:
-            raise TypeError(f"{name} must be in this machine's byte order on a GPU, got {array.dtype}")
+            return Support.no(f"{name} must be in this machine's byte order on a GPU, got {array.dtype}", TypeError)
+    return YES

@@ -1,4 +1,4 @@
-"""Partial results put together on a GPU, the twin of `interface.merge`: one thread for each number of the output."""
+"""Partial results put together on a GPU, the twin of `cpu/merge.py`: one thread for each number of the output."""
 
 from math import inf
 from typing import Any

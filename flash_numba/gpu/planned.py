@@ -6,34 +6,33 @@ from typing import Any
 
 import numpy as np
 
+from ..backend import BackendError, HostArrays, Job
 from ..call import Call
-from ..interface import checked_call
-from ..places import HOST, BackendError
+from ..checked import checked_call
 from . import driver, launch
-from .place import Copies
 
 ASSUMED = (9, 0)  # the compute capability that calls are planned for where there is no GPU
-PLAIN_RULES: dict[str, Any] = {
-    "causal": False, "window": None, "scale": None, "softcap": None, "alibi_slopes": None, "dropout": 0.0, "seed": None,
-    "training": True, "k_scale": None, "v_scale": None, "layout": "bhsd",
-}  # fmt: skip
 
 
-def facts(call: Call, place: Any) -> dict[str, str]:
-    """Which kernel would take a checked call, why, and how it would be cut."""
+def facts(
+    call_on: Callable[[tuple[int, int]], Call], find: Callable[[], Any], device: int, copies: str
+) -> dict[str, str]:
+    """Which kernel would take a checked call, why, and how it would be cut.
+
+    call_on: gives the call on arrays of a GPU of a compute capability. find: gives the driver. copies: what is copied.
+    """
     driver.check_installed()  # the kernels can't even be imported without
     found = {}
     try:
-        gpus = driver.find() if place is HOST else place.driver
-        gpu = driver.usable(gpus, 0 if place is HOST else place.device)
+        gpus = find()
+        gpu = driver.usable(gpus, device)
         found["GPU"] = str(gpu)
     except BackendError as error:
         gpus = driver.Nowhere(ASSUMED)
         gpu = gpus.gpu(0)
         found["GPU"] = f"none: {error}"
         found["planned for"] = f"compute capability {ASSUMED[0]}.{ASSUMED[1]}"
-    if place is HOST:
-        call, _ = Copies(driver.Nowhere(gpu.cc)).there(call)
+    call = call_on(gpu.cc)
     plan, of, _ = launch.plan_call(call, gpu.cc, gpus.simulated)
     kernel = plan.kernel
     found["kernel"] = plan.name
@@ -44,24 +43,27 @@ def facts(call: Call, place: Any) -> dict[str, str]:
     found["rows"] = f"tiles of {kernel.rows}"
     if plan.name == "decode":
         splits, keys = int(of.record["splits"]), int(of.record["split_keys"])
-        found["keys"] = f"{splits} shares of {keys}"
+        found["keys"] = f"{splits} KV splits of {keys}"
         found["scratch"] = f"{of.workspace_bytes / 1024:.0f} KiB"
     found["accumulates in"] = str(call.lse.dtype)
-    found["copies"] = "to the GPU and back" if place is HOST else "none"
+    found["copies"] = copies
     return found
 
 
-def compile_jobs(dtypes: list[np.dtype], head_dims: list[int]) -> list[tuple[str, Callable[[], Any]]]:
-    """Names of the kernels that the first GPU takes for dtypes and head dimensions, and what compiles or loads each."""
-    gpus = driver.find()
+def compile_jobs(
+    dtypes: list[np.dtype], head_dims: list[int], gpus: Any, copies: Callable[[Call, tuple[int, int]], Call]
+) -> list[Job]:
+    """Names of the kernels that the first GPU takes for dtypes and head dimensions, and what compiles or loads each.
+
+    gpus: the driver. copies: a call on host arrays as one on arrays of a GPU of a compute capability.
+    """
     gpu = driver.usable(gpus, 0)
     jobs: dict[str, Callable[[], Any]] = {}
     for dtype in dtypes:
         for dim in head_dims:
             for queries in (1, 1024):  # decoding, and the rest
                 q, k = np.empty((1, 1, queries, dim), dtype), np.empty((1, 1, 1024, dim), dtype)
-                call, _ = checked_call(q, k, k, **PLAIN_RULES)
-                there, _ = Copies(driver.Nowhere(gpu.cc)).there(call)
-                plan, _, _ = launch.plan_call(there, gpu.cc, gpus.simulated)
+                call, _ = checked_call(q, k, k, HostArrays())  # type: ignore[arg-type]
+                plan, _, _ = launch.plan_call(copies(call, gpu.cc), gpu.cc, gpus.simulated)
                 jobs.setdefault(plan.kernel.name, partial(launch.load, plan.kernel, gpus, 0))
     return list(jobs.items())

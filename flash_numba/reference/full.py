@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .dropout import kept, seed_number
-from .online import _default_scale, _exp_from, _ieee, _lse, _max, _ratio, _sum, _visible, _weigh
+from .online import default_scale, exp_from, ieee, ratio, row_lse, row_max, row_sum, visible, weigh
 
 
 def to_heads(x, layout):
@@ -66,16 +66,20 @@ class Scored(NamedTuple):
 def scored(
     q, k, v, *, causal=False, window=None, scale=None, softcap=None, bias=None, mask=None, alibi_slopes=None,
     sinks=None, q_lengths=None, kv_lengths=None, q_offset=None, k_offset=0, dropout=0.0, seed=None, training=True,
-    k_scale=None, v_scale=None, layout="bhsd", _first_batch=0,
+    k_scale=None, v_scale=None, layout="bhsd", _first_batch=0, _counts_from_offset=True,
 ):  # fmt: skip
-    """The arguments of `attention` as a `Scored`."""
+    """The arguments of `attention` as a `Scored`.
+
+    _first_batch: index of the first batch element, for dropout. _counts_from_offset: whether it counts rows from
+    `q_offset`, as they stand in a longer sequence.
+    """
     q, k, v = (to_heads(x, layout) for x in (q, k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     batches = math.prod(batch)
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]).reshape((batches, *x.shape[-3:])) for x in (q, k, v))
     heads, rows, keys = q.shape[1], q.shape[2], k.shape[2]
     k, v = (_spread_heads(x, heads, scaling) for x, scaling in ((k, k_scale), (v, v_scale)))
-    scale = _default_scale(q) if scale is None else scale
+    scale = default_scale(q) if scale is None else scale
 
     b = np.arange(batches)[:, None, None, None] + _first_batch
     h = np.arange(heads)[:, None, None]
@@ -93,7 +97,7 @@ def scored(
         s, cap_slope = softcap * capped, 1 - capped * capped
     if alibi_slopes is not None:
         s = s - per_head(alibi_slopes, batches, heads) * np.abs(p - j)
-    seen = _visible(causal, window, p, j) & (i < q_length) & (np.arange(keys) < kv_length)
+    seen = visible(causal, window, p, j) & (i < q_length) & (np.arange(keys) < kv_length)
     seen = np.broadcast_to(seen, s.shape)
     for rule in (bias, mask):
         if rule is None:
@@ -107,7 +111,8 @@ def scored(
             s = _add_bias(s, rule)
     keep: np.ndarray | float = 1.0
     if training and dropout > 0:
-        keep = np.where(kept(dropout, seed, b, h, i_given, j), 1 / (1 - dropout), 0.0)
+        row_index = i_given if _counts_from_offset else i
+        keep = np.where(kept(dropout, seed, b, h, row_index, j), 1 / (1 - dropout), 0.0)
     return Scored(
         batch=batch,
         q=q,
@@ -122,7 +127,7 @@ def scored(
     )
 
 
-@_ieee
+@ieee
 def attention(q, k, v, *, layout="bhsd", return_lse=False, **rules):
     """softmax(rules(scale * q k^T)) v in float64, with every feature of `flash_numba.attention`, by its conventions.
 
@@ -147,11 +152,11 @@ def attention(q, k, v, *, layout="bhsd", return_lse=False, **rules):
     """
     one_head = max(np.ndim(x) for x in (q, k, v)) == 2
     call = scored(q, k, v, layout=layout, **rules)
-    m = np.maximum(_max(call.s), call.sink)
-    w = _exp_from(call.s, m)
-    l = _sum(w) + _exp_from(np.broadcast_to(call.sink, m.shape), m)
-    out = _ratio(_weigh(np.where(call.keep == 0, 0.0, w * call.keep), call.v, call.seen), l)
-    lse = _lse(m, l)
+    m = np.maximum(row_max(call.s), call.sink)
+    w = exp_from(call.s, m)
+    l = row_sum(w) + exp_from(np.broadcast_to(call.sink, m.shape), m)
+    out = ratio(weigh(np.where(call.keep == 0, 0.0, w * call.keep), call.v, call.seen), l)
+    lse = row_lse(m, l)
     out, lse = (x.reshape(call.batch + x.shape[1:]) for x in (out, lse))
     if one_head:
         out, lse = out[0], lse[0]
@@ -190,7 +195,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, return_lse=False, *
     return (out, lse) if return_lse else out
 
 
-@_ieee
+@ieee
 def merge_partials(outs, lses, sinks=None):
     """Attention over all keys from normalised results over disjoint parts of them: `(out, lse)`, float64.
 
@@ -202,6 +207,6 @@ def merge_partials(outs, lses, sinks=None):
     sink = np.asarray(-np.inf if sinks is None else sinks, np.float64)
     sink = np.broadcast_to(sink.reshape((-1, 1, 1)[-min(lses.ndim - 1, 3) :]), lses.shape[1:])
     m = np.maximum(lses.max(axis=0), sink)
-    weights = _exp_from(lses, m)
-    l = weights.sum(axis=0) + _exp_from(sink, m)
-    return _ratio((weights * outs).sum(axis=0), l), _lse(m, l)
+    weights = exp_from(lses, m)
+    l = weights.sum(axis=0) + exp_from(sink, m)
+    return ratio((weights * outs).sum(axis=0), l), row_lse(m, l)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .full import Scored, per_head, scored, sequences_of, to_heads
-from .online import _exp_from, _ieee, _weigh
+from .online import exp_from, ieee, weigh
 
 
 class Gradients(NamedTuple):
@@ -33,7 +33,7 @@ class Differentiated(NamedTuple):
     out: np.ndarray
 
 
-@_ieee
+@ieee
 def differentiated(dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules):
     """The arguments of `attention_grad` as a `Differentiated`."""
     call = scored(q, k, v, layout=layout, **rules)
@@ -43,7 +43,7 @@ def differentiated(dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse, np.float64).reshape(lse.shape)
     counts = call.s != -np.inf
 
-    p = np.where(counts, np.minimum(_exp_from(call.s, lse), 1.0), 0.0)  # whatever rounding the LSE suffered
+    p = np.where(counts, np.minimum(exp_from(call.s, lse), 1.0), 0.0)  # whatever rounding the LSE suffered
     dp = np.where(counts, np.matmul(dout, np.swapaxes(call.v, -1, -2)) * call.keep, 0.0)
     has_key = counts.any(axis=-1, keepdims=True)
     delta = np.where(has_key, (dout * out).sum(axis=-1, keepdims=True), 0.0) - dlse
@@ -52,7 +52,7 @@ def differentiated(dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules
     return Differentiated(call, counts, p, dp, ds, d_product, delta, lse, dout, out)
 
 
-@_ieee
+@ieee
 def attention_grad(dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules):
     """The gradient of `attention`, called with the same q, k, v and rules, from what came out of it: `Gradients`.
 
@@ -77,14 +77,14 @@ def attention_grad(dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules
     x = differentiated(dout, q, k, v, out, lse, dlse=dlse, layout=layout, **rules)
     call, bias, sinks = x.call, rules.get("bias"), rules.get("sinks")
     seeing, seen = x.counts, np.swapaxes(x.counts, -1, -2)
-    dq = _weigh(x.d_product, call.k, seeing)
-    dk = _weigh(np.swapaxes(x.d_product, -1, -2), call.q, seen)
-    dv = _weigh(np.swapaxes(x.p * call.keep, -1, -2), x.dout, seen)
+    dq = weigh(x.d_product, call.k, seeing)
+    dk = weigh(np.swapaxes(x.d_product, -1, -2), call.q, seen)
+    dv = weigh(np.swapaxes(x.p * call.keep, -1, -2), x.dout, seen)
     dbias = dsinks = None
     if bias is not None and np.asarray(bias).dtype != bool:
         dbias = sum_to(x.ds.reshape((*call.batch, *x.ds.shape[1:])), np.shape(bias))
     if sinks is not None:
-        dsinks = sum_heads(-_exp_from(call.sink, x.lse) * x.delta, np.shape(sinks))
+        dsinks = sum_heads(-exp_from(call.sink, x.lse) * x.delta, np.shape(sinks))
     return Gradients(
         dq=sum_as(q, dq, call.batch, layout),
         dk=sum_as(k, dk, call.batch, layout, rules.get("k_scale")),

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 # Infinities and NaN in the input make inf - inf or 0 * inf: the NaN that the formula asks for, nothing to warn of.
-_ieee = np.errstate(invalid="ignore", over="ignore")
+ieee = np.errstate(invalid="ignore", over="ignore")
 
 
 # ---- the softmax, at once and block by block
@@ -21,12 +21,12 @@ def _floating(x):
     return x.astype(np.float64) if x.dtype.kind in "biu" else x
 
 
-def _sum(x):
+def row_sum(x):
     """Sum over the last axis, keepdims; 16-bit formats are added up in float32 and rounded once."""
     return x.sum(axis=-1, keepdims=True, dtype=np.float32 if x.dtype.itemsize == 2 else x.dtype).astype(x.dtype)
 
 
-def _max(x):
+def row_max(x):
     """Maximum over the last axis, keepdims; -inf for an empty axis."""
     return x.max(axis=-1, keepdims=True, initial=-np.inf)
 
@@ -38,18 +38,18 @@ def _matmul(a, b, scale=1.0):
     return np.matmul(a, b) * a.dtype.type(scale)
 
 
-def _exp_from(x, m):
+def exp_from(x, m):
     """exp(x - m), and 0 where both are -inf (m = -inf says that every x of the row is)."""
     return np.exp(x - np.where(m == -np.inf, m.dtype.type(0), m))
 
 
-def _ratio(a, l):
+def ratio(a, l):
     """a / l, and 0 for a row that saw no key (l = 0). Adding 0 makes -0 into 0, which any sum started from 0 gives."""
     zero, one = l.dtype.type(0), l.dtype.type(1)
     return np.where(l == 0, zero, a / np.where(l == 0, one, l)) + zero
 
 
-def _lse(m, l):
+def row_lse(m, l):
     """Natural logarithm of the row's sum of exp(score), without the trailing axis; -inf for a row that saw no key."""
     return np.where(l == 0, m.dtype.type(-np.inf), m + np.log(np.where(l == 0, l.dtype.type(1), l)))[..., 0]
 
@@ -60,28 +60,28 @@ def _block_starts(n, block):
     return range(0, n, block)
 
 
-@_ieee
+@ieee
 def softmax_stats(x):
     """The maximum `m` and the sum of weights `l = sum(exp(x - m))` over the last axis of `x`, each (..., 1).
 
     A row that is -inf throughout, or empty, has m = -inf and l = 0.
     """
     x = _floating(x)
-    m = _max(x)
-    return m, _sum(_exp_from(x, m))
+    m = row_max(x)
+    return m, row_sum(exp_from(x, m))
 
 
-@_ieee
+@ieee
 def one_shot_softmax(x):
     """exp(x - max(x)) / sum over the last axis, in the dtype of `x`; a row that is -inf throughout gives 0."""
     x = _floating(x)
     m, l = softmax_stats(x)
-    return _ratio(_exp_from(x, m), l)
+    return ratio(exp_from(x, m), l)
 
 
-@_ieee
+@ieee
 def online_softmax(x, block):
-    """The same in two passes over blocks of the last axis: m and l first, then p.
+    """`one_shot_softmax` in two passes over blocks of the last axis: m and l first, then p.
 
     Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3, a block at a time. When the maximum grows from m to
     m_new, every weight counted in l is too large by exp(m_new - m), all by the same factor, so one product repairs l.
@@ -91,10 +91,10 @@ def online_softmax(x, block):
     l = np.zeros_like(m)
     for start in _block_starts(x.shape[-1], block):
         x_block = x[..., start : start + block]
-        m_new = np.maximum(m, _max(x_block))
-        l = _exp_from(m, m_new) * l + _sum(_exp_from(x_block, m_new))
+        m_new = np.maximum(m, row_max(x_block))
+        l = exp_from(m, m_new) * l + row_sum(exp_from(x_block, m_new))
         m = m_new
-    return _ratio(_exp_from(x, m), l)
+    return ratio(exp_from(x, m), l)
 
 
 # ---- attention, at once and block by block, in the dtype of the input
@@ -107,13 +107,13 @@ def _attention_inputs(q, k, v, causal, scale, mask):
         raise TypeError(f"q, k and v must share a dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     rows, keys = q.shape[-2], k.shape[-2]
     p = np.arange(rows)[:, None] + (0 if isinstance(causal, str) else keys - rows)
-    seen = _visible(causal, None, p, np.arange(keys))
+    seen = visible(causal, None, p, np.arange(keys))
     if mask is not None:
         seen = seen & np.asarray(mask, bool)
-    return q, k, v, _default_scale(q) if scale is None else scale, seen
+    return q, k, v, default_scale(q) if scale is None else scale, seen
 
 
-def _visible(causal, window, p, j):
+def visible(causal, window, p, j):
     """The keys j that `causal` and `window` let a row at position p see."""
     if causal not in (False, True, "top-left"):
         raise ValueError(f"causal is {causal!r}; it may be False, True or 'top-left'")
@@ -128,7 +128,7 @@ def _visible(causal, window, p, j):
     return seen
 
 
-def _default_scale(q):
+def default_scale(q):
     return 1.0 / math.sqrt(max(q.shape[-1], 1))
 
 
@@ -138,7 +138,7 @@ def _scores(q, k, scale, seen):
     return np.where(seen, s, s.dtype.type(-np.inf))
 
 
-def _weigh(w, v, seen):
+def weigh(w, v, seen):
     """`w @ v` over the keys that each row sees. An unseen key has weight 0, but 0 * NaN is NaN: its V must not count.
 
     So the product takes V without its non-finite values, and those are added where they are seen. There a weight that
@@ -161,7 +161,7 @@ def _empty_state(q, k, v, seen):
     return m, np.zeros_like(m), o
 
 
-@_ieee
+@ieee
 def one_shot_attention(q, k, v, *, causal=False, scale=None, mask=None):
     """softmax(scale * q k^T) v with the whole score matrix in memory: `(out, lse)`.
 
@@ -173,10 +173,10 @@ def one_shot_attention(q, k, v, *, causal=False, scale=None, mask=None):
     q, k, v, scale, seen = _attention_inputs(q, k, v, causal, scale, mask)
     s = _scores(q, k, scale, seen)
     m, l = softmax_stats(s)
-    return _ratio(_weigh(_exp_from(s, m), v, seen), l), _lse(m, l)
+    return ratio(weigh(exp_from(s, m), v, seen), l), row_lse(m, l)
 
 
-@_ieee
+@ieee
 def online_attention(q, k, v, block, *, causal=False, scale=None, mask=None):
     """As `one_shot_attention`, `block` keys at a time: the scores of one block are all that is ever needed at once.
 
@@ -189,15 +189,15 @@ def online_attention(q, k, v, block, *, causal=False, scale=None, mask=None):
     for start in _block_starts(k.shape[-2], block):
         keys = slice(start, start + block)
         s = _scores(q, k[..., keys, :], scale, seen[..., keys])
-        m_new = np.maximum(m, _max(s))
-        alpha, w = _exp_from(m, m_new), _exp_from(s, m_new)
-        l = alpha * l + _sum(w)
-        o = alpha * o + _weigh(w, v[..., keys, :], seen[..., keys])
+        m_new = np.maximum(m, row_max(s))
+        alpha, w = exp_from(m, m_new), exp_from(s, m_new)
+        l = alpha * l + row_sum(w)
+        o = alpha * o + weigh(w, v[..., keys, :], seen[..., keys])
         m = m_new
-    return _ratio(o, l), _lse(m, l)
+    return ratio(o, l), row_lse(m, l)
 
 
-@_ieee
+@ieee
 def kv_outer_attention(q, k, v, block_q, block_k, *, causal=False, scale=None, mask=None):
     """As `online_attention`, in FlashAttention-1's order: K/V blocks outermost, O kept normalised after each block.
 
@@ -210,17 +210,17 @@ def kv_outer_attention(q, k, v, block_q, block_k, *, causal=False, scale=None, m
         keys = slice(k_start, k_start + block_k)
         for q_start in _block_starts(q.shape[-2], block_q):
             at = (..., slice(q_start, q_start + block_q), slice(None))
-            visible = seen[at][..., keys]
-            s = _scores(q[at], k[..., keys, :], scale, visible)
-            m_new = np.maximum(m[at], _max(s))
-            alpha, w = _exp_from(m[at], m_new), _exp_from(s, m_new)
-            l_new = alpha * l[at] + _sum(w)
-            o[at] = _ratio(alpha * l[at] * o[at] + _weigh(w, v[..., keys, :], visible), l_new)
+            seen_here = seen[at][..., keys]
+            s = _scores(q[at], k[..., keys, :], scale, seen_here)
+            m_new = np.maximum(m[at], row_max(s))
+            alpha, w = exp_from(m[at], m_new), exp_from(s, m_new)
+            l_new = alpha * l[at] + row_sum(w)
+            o[at] = ratio(alpha * l[at] * o[at] + weigh(w, v[..., keys, :], seen_here), l_new)
             m[at], l[at] = m_new, l_new
-    return o, _lse(m, l)
+    return o, row_lse(m, l)
 
 
-@_ieee
+@ieee
 def merge(a, b):
     """The state over two disjoint sets of keys from their states `(m, l, o)`: m and l (..., 1), o (..., D_v).
 
@@ -228,5 +228,5 @@ def merge(a, b):
     """
     (m_a, l_a, o_a), (m_b, l_b, o_b) = a, b
     m = np.maximum(m_a, m_b)
-    alpha_a, alpha_b = _exp_from(m_a, m), _exp_from(m_b, m)
+    alpha_a, alpha_b = exp_from(m_a, m), exp_from(m_b, m)
     return m, alpha_a * l_a + alpha_b * l_b, alpha_a * o_a + alpha_b * o_b
