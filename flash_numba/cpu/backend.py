@@ -193,7 +193,7 @@ def facts(call: Call) -> dict[str, str]:
     if kernel == "decode":
         found["kernel"] = f"decode: at most {few} queries a head, lanes run along the head dimension"
         found["rows"] = f"{int(problem['queries'])} queries x {int(min(problem['k_group'], problem['v_group']))} heads"
-        found["keys"] = f"{int(parameters['splits'])} KV splits of {plan.SPLIT_KEYS}, blocks of {block_k}"
+        found["keys"] = f"{int(parameters['splits'])} KV splits of {int(parameters['split_keys'])}, blocks of {block_k}"
     else:
         found["kernel"] = f"forward: more than {few} queries a head, a lane is a query row"
         found["rows"] = f"tiles of {int(parameters['block_q'])}, in register tiles of {launch.simd_sizes(dtype).tile}"

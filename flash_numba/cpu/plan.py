@@ -141,7 +141,8 @@ def plan_decode(problem: np.ndarray, simd: SimdSizes) -> np.ndarray:
     launch["block_k"] = block_k = min(most, up_to(simd.tile, max(1, keys)))
     launch["padded_dim"] = padded_dim = up_to(simd.register, dim)
     launch["padded_value_dim"] = padded_value_dim = up_to(simd.register, value_dim)
-    most_splits = max(1, STATES_BYTES // (rows * (padded_value_dim + 2) * simd.itemsize))
+    state_bytes = sum(up_to(LINE, rows * columns * simd.itemsize) for columns in (padded_value_dim, 1, 1))
+    most_splits = max(1, STATES_BYTES // state_bytes)
     launch["split_keys"] = split_keys = max(SPLIT_KEYS, up_to(SPLIT_KEYS, -(-keys // most_splits)))
     launch["splits"] = splits = max(1, -(-keys // split_keys))
     launch["tiles"] = problem["batch"] * (problem["heads"] // group) * splits
