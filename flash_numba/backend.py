@@ -179,7 +179,7 @@ class HostArrays:
         return np.empty(shape, dtype)
 
     def copy(self, out: Any, source: Any) -> None:
-        with np.errstate(over="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
+        with np.errstate(all="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
             out[...] = source
 
     def give(self, array: Any) -> Any:
@@ -191,7 +191,7 @@ class HostArrays:
 
 def rounded(gradients: Gradients, formats: dict[str, np.dtype]) -> Gradients:
     """Gradients in host memory, each in its format; None for those that have none."""
-    with np.errstate(over="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
+    with np.errstate(all="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
         return Gradients(
             *(
                 None if dx is None or name[1:] not in formats else np.asarray(dx, formats[name[1:]])

@@ -90,7 +90,7 @@ class Exact(NamedTuple):
     v_max: float
 
 
-@np.errstate(invalid="ignore", over="ignore")
+@np.errstate(all="ignore")
 def exact(q, k, v, **rules):
     """`Exact` for q, k and v as (..., H, S, D) and any `rules` of `reference.attention`. Holds S x S matrices.
 
@@ -181,7 +181,7 @@ class GradientBands(NamedTuple):
     """How large the terms are that cancel to it: in ds, p (|dp| + |delta|). Relative errors are relative to it."""
 
 
-@np.errstate(invalid="ignore", over="ignore")
+@np.errstate(all="ignore")
 def gradient_bands(dtype, dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules) -> GradientBands:
     """How exact a compiled kernel's gradients of arrays in `dtype` have to be (point 6).
 

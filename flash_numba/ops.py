@@ -25,7 +25,7 @@ def exp2(x):
 
 def log2(x):
     """Base-2 logarithm; -inf for 0."""
-    with np.errstate(divide="ignore"):
+    with np.errstate(all="ignore"):
         return np.log2(x)
 
 

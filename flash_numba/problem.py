@@ -145,7 +145,8 @@ def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:
         ("v_scale", call.v_scales),
     ):
         if numbers is not None:
-            numbers = in_base_2(numbers, limit) if name in ("slope", "sink") else saturated(numbers, limit)
+            prepared = in_base_2 if name in ("slope", "sink") else saturated
+            numbers = prepared(numbers, call.lse.dtype)
             problem[f"{name}s"] = address(numbers)
             problem[f"{name}_batch"], problem[f"{name}_head"] = numbers.strides
             alive.append(numbers)
@@ -174,15 +175,16 @@ def known_format(name: str, dtype: np.dtype) -> int:
     return code
 
 
-def saturated(numbers: np.ndarray, limit: float) -> np.ndarray:
-    """Finite numbers within what stays finite, up to `limit`, when it is brought to base 2."""
+def saturated(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Finite numbers within what stays finite in a kernel's floats when it is brought to base 2."""
+    limit = float(np.finfo(dtype).max)
     return np.where(np.isfinite(numbers), np.clip(numbers, -limit / LOG2E, limit / LOG2E), numbers)
 
 
-def in_base_2(numbers: np.ndarray, limit: float) -> np.ndarray:
+def in_base_2(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Slopes, or sinks, for scores that are to base 2. Saturates: a finite number must not become infinite."""
-    with np.errstate(over="ignore"):
-        return saturated(numbers, limit) * LOG2E
+    with np.errstate(all="ignore"):
+        return saturated(numbers, dtype) * LOG2E
 
 
 def batch_sequences(call: Call, strides: dict[str, tuple[int, ...]]) -> np.ndarray:

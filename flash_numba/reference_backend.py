@@ -77,7 +77,7 @@ class Prepared(NamedTuple):
                 q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, return_lse=True, **packed(rules_of(call))
             )
             out, lse = out.swapaxes(0, 1)[None], lse[None]
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             call.out[...], call.lse[...] = out, lse
 
     def remembered(self, out: np.ndarray, lse: np.ndarray) -> None:

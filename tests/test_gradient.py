@@ -516,6 +516,40 @@ def test_a_saturated_soft_cap_has_no_derivative(dtype, rows, size):
     np.testing.assert_allclose(got.dv, exact.dv, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sink_of_minus_infinity_has_no_gradient(packed, backend):
+    """It isn't there, whatever the derivative by the LSE of a row that has nothing else is."""
+    q, k, v = normal(5, 2, 8), normal(3, 2, 8), normal(3, 2, 8)
+    dlse = np.full((2, 5), -np.inf, np.float32)
+    sinks = np.array([-np.inf, 0.5], np.float32)
+    call, gradient, offsets = (attention_varlen, flash_numba.attention_varlen_grad, ([0, 2, 5], [0, 0, 3]))
+    if not packed:
+        q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
+        call, gradient, offsets = attention, flash_numba.attention_grad, ()
+    rules = {"sinks": sinks, "causal": True, "backend": backend}
+    offsets = tuple(np.array(x) for x in offsets)
+    out, lse = call(q, k, v, *offsets, return_lse=True, **rules)
+    dsinks = gradient(np.ones_like(out), q, k, v, out, lse, *offsets, dlse=dlse, **rules).dsinks
+    assert dsinks[0] == 0
+    assert dsinks[1] == -np.inf
+
+
+def test_sinks_of_many_packed_sequences():
+    """Each sequence's gradient is that of its own rows; some have none."""
+    rng = np.random.default_rng(4)
+    lengths = rng.integers(0, 4, 300)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    total = offsets[-1] + 2  # rows behind the last sequence
+    q, k, v, dout = (normal(total, 2, 8, seed=n) for n in range(4))
+    sinks = rng.standard_normal((300, 2))
+    out, lse = attention_varlen(q, k, v, offsets, offsets, sinks=sinks, return_lse=True)
+    got = flash_numba.attention_varlen_grad(dout, q, k, v, out, lse, offsets, offsets, sinks=sinks).dsinks
+    want = reference.attention_varlen_grad(dout, q, k, v, out, lse, offsets, offsets, sinks=sinks).dsinks
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert (got[lengths == 0] == 0).all()
+
+
 class KernelGradientConformance(GradientConformance):
     """Compiled kernels also promise bits, and take sizes that the oracle's own tests needn't."""
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from .. import recurrence
 from ..addresses import address
 from ..call import Call, GradCall, flops
-from ..problem import describe
+from ..problem import describe, in_base_2
 from ..scores import LOG2E
 from . import launch
 from .backward_plan import chained_tiles, plan_backward
@@ -91,28 +90,38 @@ def is_shared(dbias: np.ndarray | None, call: Call) -> bool:
 
 
 def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
-    """A sink has a probability in each of its rows, p, but no value: its derivative is the sum of -p * delta."""
+    """A sink has a probability in each of its rows, p, but no value: its derivative is the sum of -p * delta.
+
+    A sink of -inf isn't there, and has none.
+    """
     call = grad.call
     assert grad.dsinks is not None
     assert call.sinks is not None
     assert call.out is not None
-    sinks = (call.sinks * LOG2E).astype(delta.dtype)[..., None]
-    lse = call.lse * delta.dtype.type(LOG2E)
-    of_lse = np.zeros_like(delta) if grad.dlse is None else -grad.dlse
+    dtype = delta.dtype
+    sinks = in_base_2(call.sinks, dtype).astype(dtype)  # (B, H), or (sequences, H)
     if call.cu_seqlens_q is None:
-        lse, delta, of_lse = (x.reshape(*sinks.shape[:2], -1) for x in (lse, delta, of_lse))
-        rows = [(b, slice(None)) for b in range(len(sinks))]
+        rows = slice(None)
+        sinks = sinks[..., None]
     else:
-        rows = [(0, slice(*ends)) for ends in pairwise(call.cu_seqlens_q)]
-    with np.errstate(invalid="ignore"):  # NaN is passed on
-        for own, sink, (b, own_rows) in zip(grad.dsinks, sinks, rows, strict=True):
-            at = b, slice(None), own_rows
-            own_lse, own_delta = lse[at], delta[at]
-            if not np.isfinite(own_delta).all():  # dout may hold anything where a row sees no key
-                out = call.out.reshape(-1, *call.out.shape[-3:])[at]
-                own_delta = np.where((own_lse <= sink) & ~(out != 0).any(axis=-1), of_lse[at], own_delta)
-            p = recurrence.probability(sink, own_lse)
-            own[:] = recurrence.score_gradient(p, 0, own_delta).sum(axis=-1)
+        rows = slice(call.cu_seqlens_q[-1])
+        sinks = np.repeat(sinks, np.diff(call.cu_seqlens_q), axis=0).T
+    of_lse = np.zeros_like(delta) if grad.dlse is None else -grad.dlse
+    shape = (-1, *call.lse.shape[-2:])
+    lse, delta, of_lse = (x.reshape(shape)[..., rows] for x in (call.lse, delta, of_lse))
+    with np.errstate(all="ignore"):  # NaN is passed on, and small probabilities underflow
+        lse = lse * dtype.type(LOG2E)
+        if not np.isfinite(delta).all():  # dout may hold anything where a row sees no key
+            out = call.out.reshape(*shape, call.out.shape[-1])[..., rows, :]
+            delta = np.where((lse <= sinks) & ~(out != 0).any(axis=-1), of_lse, delta)
+        of_rows = recurrence.score_gradient(recurrence.probability(sinks, lse), 0, delta)
+        of_rows = np.where(sinks == -np.inf, 0, of_rows)
+        if call.cu_seqlens_q is None:
+            grad.dsinks[:] = of_rows.sum(axis=-1)
+        else:
+            some = np.diff(call.cu_seqlens_q) > 0  # sequences that have rows to sum over
+            if some.any():
+                grad.dsinks[some] = np.add.reduceat(of_rows[0], call.cu_seqlens_q[:-1][some], axis=-1).T
 
 
 def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.ndarray, list]:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from .. import recurrence
+from ..problem import in_base_2
 from ..scores import LOG2E
 
 
@@ -17,13 +18,13 @@ def merge(
     m = np.full(lse.shape, -np.inf, lse.dtype)
     l = np.zeros_like(m)
     total = np.zeros(out.shape, lse.dtype)
-    with np.errstate(invalid="ignore"):  # NaN is passed on
+    with np.errstate(all="ignore"):  # NaN is passed on, and small weights underflow
         for part, part_lse in zip(outs, lses, strict=True):
             m, l, alpha, beta = recurrence.merge(m, l, part_lse * log2e, one)
             empty = (part_lse == -np.inf)[..., None]  # whatever its output holds
             total = total * alpha[..., None] + np.where(empty, 0, part) * beta[..., None]
-        sink = -np.inf if sinks is None else row_sinks(sinks, lse.shape)
-        row_lse, factor = recurrence.finalize(m, l, np.asarray(sink * LOG2E, lse.dtype))
+        sink = -np.inf if sinks is None else row_sinks(in_base_2(sinks, lse.dtype), lse.shape)
+        row_lse, factor = recurrence.finalize(m, l, np.asarray(sink, lse.dtype))
         np.multiply(total, factor[..., None], out=out, casting="unsafe")
         lse[...] = row_lse
 

@@ -101,7 +101,7 @@ def describe(outs: list[Any], lses: list[Any], out: Any, lse: Any, sinks: np.nda
     problem["q"] = address_of(parts)
     tables = [parts]
     if sinks is not None:
-        sinks = in_base_2(sinks, float(np.finfo(lse.dtype).max))
+        sinks = in_base_2(sinks, lse.dtype)
         problem["sinks"], (of_batch, problem["sink_head"]) = address_of(sinks), sinks.strides
         problem["sink_batch"] = of_batch if len(sinks) > 1 else 0
         tables.append(sinks)

@@ -84,7 +84,8 @@ def attention_grad(dout, q, k, v, out, lse, *, dlse=None, layout="bhsd", **rules
     if bias is not None and np.asarray(bias).dtype != bool:
         dbias = sum_to(x.ds.reshape((*call.batch, *x.ds.shape[1:])), np.shape(bias))
     if sinks is not None:
-        dsinks = sum_heads(-exp_from(call.sink, x.lse) * x.delta, np.shape(sinks))
+        of_rows = np.where(call.sink == -np.inf, 0.0, -exp_from(call.sink, x.lse) * x.delta)  # -inf is no sink
+        dsinks = sum_heads(of_rows, np.shape(sinks))
     return Gradients(
         dq=sum_as(q, dq, call.batch, layout),
         dk=sum_as(k, dk, call.batch, layout, rules.get("k_scale")),

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 # Infinities and NaN in the input make inf - inf or 0 * inf: the NaN that the formula asks for, nothing to warn of.
-ieee = np.errstate(invalid="ignore", over="ignore")
+ieee = np.errstate(all="ignore")
 
 
 # ---- the softmax, at once and block by block
