@@ -7,7 +7,6 @@ that depends on where arrays lie and on how something is computed stands behind 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -91,8 +90,7 @@ class StreamState(Protocol):
         """Fill `out` and `lse` in over all keys so far. The call has none of its own; its sinks count."""
 
 
-@dataclass(frozen=True)
-class GradientCall:
+class GradientCall(NamedTuple):
     """A checked call of the gradient, whose results are shaped as the caller's own arrays."""
 
     call: Call  # the forward's, with its `out`, and its `lse` in the accumulation format
@@ -194,7 +192,7 @@ def rounded(gradients: Gradients, formats: dict[str, np.dtype]) -> Gradients:
     with np.errstate(all="ignore"):  # beyond a smaller format's range lies infinity, as in a kernel
         return Gradients(
             *(
-                None if dx is None or name[1:] not in formats else np.asarray(dx, formats[name[1:]])
-                for name, dx in gradients._asdict().items()
+                None if dx is None or name not in formats else np.asarray(dx, formats[name])
+                for name, dx in zip(("q", "k", "v", "bias", "sinks"), gradients, strict=True)
             )
         )

@@ -208,7 +208,7 @@ class Copies(HostArrays):
 
     def supports(self, call: Call, gradient: bool = False) -> Support:
         if gradient:
-            return Support.no("backend='cuda' computes no gradients yet; it may be 'auto', 'cpu' or 'reference'")
+            return Support.no("backend='cuda' computes no gradients yet; it may be one of ('auto', 'cpu', 'reference')")
         return YES
 
     def remembers(self, kind: type) -> bool:
