@@ -8,12 +8,12 @@ import numpy as np
 
 from .. import recurrence
 from ..addresses import address
+from ..backend import Progress
 from ..call import Call, GradCall, flops
 from ..problem import describe, in_base_2
 from ..scores import LOG2E
 from . import launch
 from .backward_plan import chained_tiles, plan_backward
-from .launch import Progress
 from .plan import SimdSizes, up_to
 
 GRADIENT_FLOPS = 2.5  # over the forward's: five matrix products where it has two

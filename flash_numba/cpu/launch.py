@@ -21,6 +21,7 @@ from numba import njit, types
 from numba.core.ccallback import CFunc
 
 from ..addresses import address
+from ..backend import Progress
 from ..call import Call
 from ..problem import PROBLEM, describe
 from .compile import MATH
@@ -39,8 +40,6 @@ from .plan import (
     plan_forward,
     up_to,
 )
-
-Progress = Callable[[int, int], None]
 
 # FLOPs under which a second thread costs more than it brings (a parallel launch takes about 20 us).
 SERIAL_FLOPS = 2e6
