@@ -351,7 +351,7 @@ def score_block(p, g, launch, work, scratch, start, count):
         key_ranges[2 * tile] = key_ranges[2 * tile + 1] = 0
         seen = tile_keys(p, work.head, row, rows, start, start + count)
         n = seen.stop - seen.start
-        if n <= 0:
+        if geometry.block_state(seen, seen.start, seen.stop) == geometry.SKIP:
             continue
         kept, operands = load_operands(p, work.head, bias, mask, staging, row, rows, seen.start, n)
         step_first = (seen.start - start) // STEP * STEP

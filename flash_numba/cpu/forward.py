@@ -177,8 +177,8 @@ def attend_block(p, launch, work, scratch, block_start):
     for first in range(0, work.rows, width):
         row, rows = work.first_row + first, min(width, work.rows - first)
         seen = tile_keys(p, head, row, rows, block_start, block_stop)
-        n = seen.stop - seen.start
-        if n <= 0:
+        state, n = geometry.block_state(seen, seen.start, seen.stop), seen.stop - seen.start
+        if state == geometry.SKIP:
             continue
         kept, operands = load_operands(p, head, bias, mask, staging, row, rows, seen.start, n)
         if not kept:
@@ -197,8 +197,7 @@ def attend_block(p, launch, work, scratch, block_start):
         scores_to_weights(s, move(work.m, first), move(work.l, first), alpha, n, ahead)
         drop_weights(p, head, s, row, seen.start, n)
         o = move(work.o, first * p.value_dim)
-        hides = operands.first.used or operands.second.used
-        hides = hides or geometry.block_state(seen, seen.start, seen.stop) != geometry.FULL
+        hides = operands.first.used or operands.second.used or state != geometry.FULL
         if hides and finite < 0:
             finite = all_finite(v, count, p.value_dim, v_stride)
         if hides and finite == 0:
