@@ -239,7 +239,7 @@ def test_the_real_bindings_are_called_as_they_want_to_be(tmp_path):
 
 def tiny(value=7):
     """A kernel that compiles in a moment."""
-    from flash_numba.gpu.memory import store_int64
+    from flash_numba.gpu.ir.memory import store_int64
 
     def kernel(p):
         store_int64(p.out, p.keys + value)

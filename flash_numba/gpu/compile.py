@@ -69,7 +69,7 @@ def to_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
 
     Without numba-cuda's `fastmath`: it lets LLVM assume that there is no infinity and no NaN, which the recurrence
     stands on. What it would gain is had otherwise: multiplications and additions are fused as they are (`fma`), and
-    exp2 and log2 are the approximate instructions (`words.py`).
+    exp2 and log2 are the approximate instructions (`primitives.py`).
     """
     with compiling_for(cc):
         ptx, _ = cuda.compile(

@@ -4,8 +4,9 @@ import ctypes
 
 from numba import types
 
-from . import ptx
-from .words import SIMULATED, device
+from . import SIMULATED
+from .ir import ptx
+from .primitives import device
 
 int32 = types.int32
 

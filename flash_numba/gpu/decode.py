@@ -18,6 +18,7 @@ import numpy as np
 from numba import cuda, types
 
 from .. import geometry, recurrence, scores
+from . import SIMULATED
 from .compile import Kernel
 from .copies import wait_for_all_but_last_copies, wait_for_copies
 from .decode_stages import (
@@ -36,12 +37,12 @@ from .decode_stages import (
     value_copier,
     value_products,
 )
-from .memory import atomic_add, get, local_array, put, store_int64, take
+from .ir.memory import atomic_add, get, local_array, put, store_int64, take
 from .operands import of_head, operands, quotient
+from .primitives import lane, larger, scalar
 from .threads import SHARED_ALIGNMENT, barrier, block_index, publish, thread_index
 from .tiles import BYTES
 from .tiling import accumulator_of, shared_limit, up_to
-from .words import SIMULATED, lane, larger, scalar
 
 int32, int64 = types.int32, types.int64
 

@@ -13,13 +13,13 @@ from numba import types
 from .. import dropout, ops, recurrence, scores
 from ..dtypes import BOOL
 from .copies import commit_copies, copy_words
-from .memory import get, load_float32, load_float64, local_array, put, store_float32, store_float64, take
+from .ir.memory import get, load_float32, load_float64, local_array, put, store_float32, store_float64, take
+from .ir.products import dot_step, outer_step
 from .operands import of_head, quotient
-from .products import dot_step, outer_step
+from .primitives import device, lane, scalar
 from .threads import barrier
 from .tiles import BYTES, vector_reader
 from .tiling import Accumulator, in_turn, up_to
-from .words import device, lane, scalar
 
 int32 = types.int32
 

@@ -23,7 +23,7 @@ from ..dtypes import (
     float32_to_bfloat16,
     float32_to_float16,
 )
-from .memory import (
+from .ir.memory import (
     load_int32,
     load_int64,
     load_uint8,
@@ -33,7 +33,7 @@ from .memory import (
     store_uint16,
     swap_bytes,
 )
-from .words import device, lane, scalar
+from .primitives import device, lane, scalar
 
 float32, float64, int32 = types.float32, types.float64, types.int32
 HIGHEST, HIGHEST_64 = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)

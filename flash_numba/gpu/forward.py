@@ -20,15 +20,16 @@ import numpy as np
 from numba import cuda, types
 
 from .. import geometry, recurrence, scores
+from . import SIMULATED
 from .compile import Kernel
-from .memory import local_array, put, take
+from .ir.memory import local_array, put, take
+from .ir.ptx import fresh
 from .operands import locate, of_head, operands, quotient
-from .ptx import fresh
+from .primitives import lane, larger, scalar
 from .stages import dropout_stage, key_product, term_of, term_stages, value_product, writer
 from .threads import SHARED_ALIGNMENT, barrier, barrier_or, block_index, thread_index
 from .tiles import quickness, tile_loader
 from .tiling import Shape, Tiling, accumulator_of, cut, shared_limit
-from .words import SIMULATED, lane, larger, scalar
 
 int32, int64 = types.int32, types.int64
 

@@ -13,10 +13,10 @@ from numba import cuda, float32, int32, uint32
 
 from .. import dropout, geometry, ops, recurrence, scores
 from ..dtypes import BOOL, FLOAT16
-from . import ptx
 from .elements import HIGHEST, read_float32
+from .ir import ptx
+from .primitives import device, lane, larger, scalar
 from .tensor_shapes import PIECE
-from .words import device, lane, larger, scalar
 
 ALL = 0xFFFFFFFF  # lanes of a warp
 

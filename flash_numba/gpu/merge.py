@@ -13,10 +13,10 @@ from ..problem import AXES, PROBLEM, in_base_2, strides_of
 from ..scores import LOG2E
 from .arguments import pack
 from .compile import Kernel
-from .memory import load_int64
+from .ir.memory import load_int64
 from .operands import of_head
+from .primitives import lane, scalar
 from .tiling import FLOAT32_ACCUMULATOR, FLOAT64_ACCUMULATOR, Accumulator
-from .words import lane, scalar
 
 THREADS = 256
 

@@ -11,11 +11,11 @@ from numba import cuda, float32, int32
 
 from .. import dropout, geometry, ops, recurrence
 from ..dtypes import FLOAT16, FLOAT32, bfloat16_to_float32, float16_to_float32
-from . import ptx
 from .fragments import ALL, one_score, place, term_rule, unrolled
-from .memory import load_int32, store_float32, store_int32
+from .ir import ptx
+from .ir.memory import load_int32, store_float32, store_int32
 from .operands import of_head, operands, quotient
-from .words import device, lane, scalar
+from .primitives import device, lane, scalar
 
 SIGNS = 0x8000_8000 - 2**32  # of two 16-bit elements
 HALVES = 0x7FFF_7FFF

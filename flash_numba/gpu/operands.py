@@ -3,8 +3,8 @@
 from numba import types
 
 from ..problem import SEQUENCE, WORK_TILE
-from .memory import load_float64, load_int64
-from .words import device
+from .ir.memory import load_float64, load_int64
+from .primitives import device
 
 int64, uint32 = types.int64, types.uint32
 

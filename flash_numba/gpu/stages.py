@@ -11,14 +11,14 @@ from numba import types
 
 from .. import dropout, geometry, ops, recurrence, scores
 from ..dtypes import BOOL
-from .memory import get, give, local_array, put
+from .ir.memory import get, give, local_array, put
+from .ir.products import score_step, value_step
+from .ir.ptx import fresh
 from .operands import locate, of_head, operands, quotient
-from .products import score_step, value_step
-from .ptx import fresh
+from .primitives import device, lane, scalar
 from .threads import barrier, barrier_or, block_index
 from .tiles import tile_loader
 from .tiling import in_turn
-from .words import device, lane, scalar
 
 int32, int64 = types.int32, types.int64
 

@@ -16,7 +16,6 @@ from numba import cuda, float32, int32, int64, uint32
 
 from .. import geometry, ops, recurrence
 from ..dtypes import ALL_CODES, BFLOAT16, FLOAT16, FLOAT32
-from . import ptx
 from .compile import Kernel
 from .fragments import (
     ALL,
@@ -30,11 +29,12 @@ from .fragments import (
     unrolled,
     value_product,
 )
-from .memory import load_int64, store_float32
+from .ir import ptx
+from .ir.memory import load_int64, store_float32
 from .nonfinite import query_signs, row_attention, row_test
 from .operands import FIRST_ROW, TILE_BYTES, of_head, operands, quotient
+from .primitives import device, lane, scalar
 from .tensor_shapes import PIECE, Rules, Shape, choose_rules, choose_shape
-from .words import device, lane, scalar
 
 DIMS = (64, 96, 128, 192, 256)
 FAR = 2**30  # a bound that no key of a block reaches

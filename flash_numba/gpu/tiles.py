@@ -19,8 +19,8 @@ from ..dtypes import (
     float16_to_float32,
 )
 from ..ops import as_float
-from .memory import fetch_4, fetch_8, fetch_16, give, local_array, put
-from .words import device, lane, scalar
+from .ir.memory import fetch_4, fetch_8, fetch_16, give, local_array, put
+from .primitives import device, lane, scalar
 
 int32, int64 = types.int32, types.int64
 

@@ -8,7 +8,7 @@ from numba import types
 
 from ..dtypes import FLOAT32, FLOAT64, SWAPPED
 from .elements import HIGHEST, HIGHEST_64, read_float32, read_float64, write_float32, write_float64
-from .words import device
+from .primitives import device
 
 
 class Accumulator(NamedTuple):

@@ -8,10 +8,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from .lanes import I64, LLVM, instruction
 from .memory import SIZES, element, vector_load
-from .words import LLVM, instruction
 
-I64 = ir.IntType(64)
 REAL_BYTES = {LLVM[dtype]: SIZES[dtype] for dtype in (types.float32, types.float64)}
 
 

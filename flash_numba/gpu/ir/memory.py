@@ -11,9 +11,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from .words import LLVM, SIMULATED, instruction
+from .. import SIMULATED
+from .lanes import I32, I64, LLVM, instruction
 
-I32, I64 = ir.IntType(32), ir.IntType(64)
 GLOBAL = 1  # address space
 SIZES = {types.float32: 4, types.float64: 8, types.int32: 4, types.int64: 8, types.uint16: 2, types.uint8: 1}
 HOST = {

@@ -7,7 +7,7 @@ The one file with inline PTX. Numbers are as in the PTX ISA: a fragment is what 
 from llvmlite import ir
 from numba import types
 
-from .words import instruction
+from .lanes import instruction
 
 F32, I32, I64 = types.float32, types.int32, types.int64
 LLVM = {F32: ir.FloatType(), I32: ir.IntType(32), I64: ir.IntType(64)}
