@@ -94,9 +94,7 @@ class Interpreted(Host):
             problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
             alive.append(tiles)
         name = self.module.__name__.split(".")[-1]
-        of = cut(
-            problem, Plan({"tensorcore": "tensor-core", "forward": "tile"}.get(name, name), kernel, {}, self.module)
-        )
+        of = cut(problem, Plan({"tensorcore": "tensor-core"}.get(name, name), kernel, {}, self.module))
         record = of.record
         for field in launch.TABLES:
             for table in alive:

@@ -14,7 +14,8 @@ from cuda_ptx import ptx_of
 
 from flash_numba.dtypes import BFLOAT16, BOOL, FLOAT16
 from flash_numba.gpu.compile import assemble, find_assembler
-from flash_numba.gpu.tensor_shapes import CUTS, Rules, choose_shape
+from flash_numba.gpu.rules import Rules
+from flash_numba.gpu.tensor_tiling import SIZES, choose_tiling
 from flash_numba.gpu.tensorcore import make_kernel
 from flash_numba.gpu.tiling import shared_limit
 
@@ -61,7 +62,7 @@ def name(x):
 
 @pytest.mark.parametrize(("dim", "rules", "cc"), TABLE, ids=name)
 def test_resources(dim, rules, cc):
-    kernel = make_kernel(choose_shape(BFLOAT16, dim, rules, cc), rules)
+    kernel = make_kernel(choose_tiling(BFLOAT16, dim, rules, cc), rules)
     ptx, registers, spilled = resources(kernel, cc)
     assert spilled == (0, 0, 0)
     assert ".local" not in ptx
@@ -72,8 +73,8 @@ def test_resources(dim, rules, cc):
 
 @pytest.mark.parametrize("cc", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("rules", [PLAIN, EVERY], ids=name)
-@pytest.mark.parametrize("dim", CUTS)
+@pytest.mark.parametrize("dim", SIZES)
 def test_a_thread_block_fits_the_shared_memory_of_every_gpu(dim, rules, cc):
-    shape = choose_shape(FLOAT16, dim, rules, cc)
-    assert shape.shared_bytes <= shared_limit(cc)
-    assert shape.rows % (16 * shape.warps) == 0
+    tiling = choose_tiling(FLOAT16, dim, rules, cc)
+    assert tiling.shared_bytes <= shared_limit(cc)
+    assert tiling.rows % (16 * tiling.warps) == 0

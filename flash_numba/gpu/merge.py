@@ -14,7 +14,7 @@ from ..scores import LOG2E
 from .arguments import pack
 from .compile import Kernel
 from .ir.memory import load_int64
-from .operands import of_head
+from .loading import number_of as of_head
 from .primitives import lane, scalar
 from .tiling import FLOAT32_ACCUMULATOR, FLOAT64_ACCUMULATOR, Accumulator
 

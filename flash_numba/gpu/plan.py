@@ -13,7 +13,7 @@ from .arguments import pack
 from .compile import Kernel
 
 # Asked in this order. The tile kernel is last, as it takes whatever the others leave.
-KERNELS = {"decode": "decode", "tensor-core": "tensorcore", "tile": "forward"}
+KERNELS = {"decode": "decode", "tensor-core": "tensorcore", "tile": "tile"}
 ALIGNED = 16  # bytes that asynchronous copies to shared memory take at once
 TABLES_TO_COME = -1  # stands for addresses of tables that depend on the kernel
 
