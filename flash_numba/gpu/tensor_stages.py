@@ -225,7 +225,7 @@ def block_rules(tiling, rules):
     def part_of(p, shared, first_row, key):
         tile, (own_row, own_key) = noted_tile(shared), own_row_and_key(key)
         position, group = float32(noted_position(shared) + own_row - own_key), int32((p.key_index + own_key) >> 2)
-        return Part(first_row + own_row, first_row + tile.rows - 1, own_key, int32(tile.keys - 1), position, group)
+        return Part(first_row + own_row, first_row + tile.rows - 1, own_key, tile.keys - 1, position, group)
 
     @device
     def no_part(p, shared, first_row, key):
