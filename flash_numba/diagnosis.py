@@ -48,13 +48,14 @@ def machine() -> Info:
     import numba  # in the functions here, as starting Numba takes longer than all the rest of an import
 
     from . import __version__
-    from .cpu import kernel_cache, simd
+    from .cpu import kernel_cache
+    from .cpu.ir import registers
 
-    tile = simd.TILE
+    tile = registers.REGISTER_TILE
     found = Info()
     found["flash_numba"] = __version__
     found["python"] = platform.python_version()
-    found["numba"] = f"{numba.__version__} (LLVM target {simd.CPU_NAME})"
+    found["numba"] = f"{numba.__version__} (LLVM target {registers.CPU_NAME})"
     found["numpy"] = np.__version__
     found["ml_dtypes"] = ml_dtypes.__version__
     found["SIMD"] = f"{tile.bits} bits, register tile of {tile.rows} x {tile.vectors} registers"
@@ -100,18 +101,20 @@ def on_cpu(call: Call) -> Info:
 
     problem, _alive = describe(call)
     dtype = call.lse.dtype
-    kernel, control = launch.choose_kernel(problem, dtype)
-    items, few = int(control["items"]), plan.FEW_QUERIES
+    kernel, parameters = launch.choose_kernel(problem, dtype)
+    items, few = int(parameters["tiles"]), plan.FEW_QUERIES
     work = flops(call)
     found = Info()
     if kernel == "decode":
         found["kernel"] = f"decode: at most {few} queries a head, lanes run along the head dimension"
         found["rows"] = f"{int(problem['queries'])} queries x {int(min(problem['k_group'], problem['v_group']))} heads"
-        found["keys"] = f"{int(control['shares'])} shares of {plan.SHARE_KEYS}, blocks of {int(control['block_k'])}"
+        found["keys"] = (
+            f"{int(parameters['splits'])} KV splits of {plan.SPLIT_KEYS}, blocks of {int(parameters['block_k'])}"
+        )
     else:
         found["kernel"] = f"forward: more than {few} queries a head, a lane is a query row"
-        found["rows"] = f"tiles of {int(control['block_q'])}, in register tiles of {launch.lanes_of(dtype).tile}"
-        found["keys"] = f"blocks of {int(control['block_k'])}"
+        found["rows"] = f"tiles of {int(parameters['block_q'])}, in register tiles of {launch.simd_sizes(dtype).tile}"
+        found["keys"] = f"blocks of {int(parameters['block_k'])}"
     found["accumulates in"] = str(dtype)
     for name, array in (("k", call.k), ("v", call.v)):
         in_place = array.dtype == dtype and array.strides[-1] == dtype.itemsize
@@ -121,7 +124,7 @@ def on_cpu(call: Call) -> Info:
         f", at most {launch.SERIAL_FLOPS / 1e6:g} run serially" if threads == 1 else ""
     )
     found["threads"] = f"{threads} for {items} items ({reason})"
-    found["scratch"] = f"{int(control['end']) * threads / 1024:.0f} KiB"
+    found["scratch"] = f"{int(parameters['end']) * threads / 1024:.0f} KiB"
     return found
 
 

@@ -33,8 +33,9 @@ def philox(c0, c1, c2, c3, keys):
 
 def word_of_key(words, j):
     """The random word of key j, one of the four that its counter gives: number j & 3."""
-    low = select((j & 1) == 0, words[0], words[1])
-    high = select((j & 1) == 0, words[2], words[3])
+    word_0, word_1, word_2, word_3 = words
+    low = select((j & 1) == 0, word_0, word_1)
+    high = select((j & 1) == 0, word_2, word_3)
     return select((j & 2) == 0, low, high)
 
 

@@ -447,7 +447,7 @@ def run(
 
     problem, alive = describe(call)
     if call.cu_seqlens_q is not None:
-        tiles = packed_work_tiles(alive[-1], launch.rows_per_item(call), call.left, call.right)
+        tiles = packed_work_tiles(alive[-1], launch.rows_per_work_tile(call), call.left, call.right)
         problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
         alive.append(tiles)
     if state is not None:

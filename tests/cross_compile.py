@@ -1,8 +1,8 @@
 """Compile a kernel for other CPUs: `python cross_compile.py OUTPUT KERNEL DTYPE TRIPLE CPU FEATURES [...]`.
 
-Numba takes its target from the machine it runs on, so this gives `flash_numba.cpu.simd` the first target's name, from
-which the register tile follows, lets Numba write the kernel's LLVM IR, and runs the IR through Numba's own passes and
-LLVM's code generator for each target. The assembly goes to OUTPUT/CPU.s.
+Numba takes its target from the machine it runs on, so this gives `flash_numba.cpu.ir.registers` the first target's
+name, from which the register tile follows, lets Numba write the kernel's LLVM IR, and runs the IR through Numba's own
+passes and LLVM's code generator for each target. The assembly goes to OUTPUT/CPU.s.
 """
 
 import re
@@ -49,8 +49,8 @@ def main(output, kernel, dtype, *targets):
 
     import importlib
 
-    from flash_numba.cpu import simd
     from flash_numba.cpu.compile import MATH
+    from flash_numba.cpu.ir import registers
 
     optimize = JITCodeLibrary._optimize_final_module
 
@@ -61,7 +61,7 @@ def main(output, kernel, dtype, *targets):
             return
         codegen = library._codegen
         for triple, cpu, features in targets:
-            assert simd.choose_register_tile(triple, features) == simd.TILE, cpu
+            assert registers.choose_register_tile(triple, features) == registers.REGISTER_TILE, cpu
             machine = target_machine(triple, cpu, features)
             library._final_module = retarget(text, triple, machine)
             codegen._tm = machine  # which the passes ask for costs

@@ -32,7 +32,7 @@ from flash_numba.bench import (
 )
 from flash_numba.bench.driver import Measurement, Report
 from flash_numba.bench.shapes import FULL, GRADIENT, GRADIENT_SETS, SETS, SHORT, Shape
-from flash_numba.cpu.simd import TILE
+from flash_numba.cpu.ir.registers import REGISTER_TILE
 
 SMALL = Shape("small", 2, 6, 2, 5, 9, 4, False)
 TINY = shapes.square(1, 1, 16, 64)[0]
@@ -157,9 +157,9 @@ def test_fma_kernel_does_every_round_on_every_lane(dtype):
 def test_fma_kernel_is_nothing_but_multiply_adds_on_registers():
     run, chains, lanes = ceilings.fma_chains(np.dtype(np.float32))
     (assembly,) = run.inspect_asm().values()
-    if not TILE.fma or "vfmadd" not in assembly:
+    if not REGISTER_TILE.fma or "vfmadd" not in assembly:
         pytest.skip("assembly of another CPU")
-    registers = chains * lanes // TILE.register(numba.types.float32)
+    registers = chains * lanes // REGISTER_TILE.register(numba.types.float32)
     blocks = re.split(r"\n(?=\.LBB\w+:)", assembly)
     loops = [block for block in blocks if len(re.findall(r"vfmadd\w+ps", block)) >= registers]
     assert loops

@@ -13,7 +13,9 @@ from numba.core.ccallback import CFunc
 from flash_numba import attention, dropout, dtypes, geometry, ops, recurrence, reference, scores
 from flash_numba.cpu import forward
 from flash_numba.cpu.compile import MATH
-from flash_numba.cpu.simd import TILE, lane, lanes_of, load, pointer_to, row_numbers, scalar, store, tile_width
+from flash_numba.cpu.ir.lanes import lane, lane_numbers, lanes_of, scalar, tile_width
+from flash_numba.cpu.ir.memory import load, pointer_to, store
+from flash_numba.cpu.ir.registers import REGISTER_TILE
 
 AWKWARD = [0.0, -0.0, 1.0, -1.0, 0.5, -126.0, -126.4, -126.6, -127.5, -150.0, -1e30, -math.inf, math.nan]
 REALS = {np.float32: types.float32, np.float64: types.float64}
@@ -43,7 +45,7 @@ def lone_lanes(formula, arity):
 def on_tile(formula, *columns):
     """Apply a formula of lanes to columns of numbers through whole register tiles, and through lone lanes."""
     kind = NUMBERS[columns[0].dtype.type]
-    at, width = pointer_to(kind), TILE.width(kind)
+    at, width = pointer_to(kind), REGISTER_TILE.width(kind)
     n = -(-columns[0].size // width) * width
     padded = np.ones((len(columns), n), columns[0].dtype)
     for row, column in zip(padded, columns, strict=True):
@@ -328,7 +330,7 @@ def test_each_key_has_a_word_of_its_counter():
 
 
 def test_integer_lanes_count_rows():
-    out = np.zeros(TILE.width(types.float32), np.float32)
+    out = np.zeros(REGISTER_TILE.width(types.float32), np.float32)
     at = pointer_to(types.float32)
 
     @njit(**MATH)
@@ -336,7 +338,7 @@ def test_integer_lanes_count_rows():
         o = at(o)
         store(
             ops.select(
-                geometry.between(10, row_numbers(o, -100), row_numbers(o, 7)), lanes_of(o, 1.0), lanes_of(o, 0.0)
+                geometry.between(10, lane_numbers(o, -100), lane_numbers(o, 7)), lanes_of(o, 1.0), lanes_of(o, 0.0)
             ),
             o,
             0,
@@ -397,9 +399,9 @@ def test_inner_loops_keep_accumulators_in_registers():
     kernel = CFunc(forward.forward, (signature.args, signature.return_type), locals={}, options=MATH)
     kernel.compile()
     assembly = kernel._library.get_asm_str()
-    if not TILE.fma or "vfmadd" not in assembly:
+    if not REGISTER_TILE.fma or "vfmadd" not in assembly:
         pytest.skip("assembly of another CPU")
-    per_step = TILE.rows * TILE.vectors
+    per_step = REGISTER_TILE.rows * REGISTER_TILE.vectors
     blocks = re.split(r"\n(?=\.LBB\w+:)", assembly)
     loops = [b for b in blocks if len(re.findall(r"vfmadd\w+ps", b)) == 2 * per_step]  # two keys a turn
     assert len(loops) >= 2, "one for the scores, one for the values"
@@ -409,5 +411,5 @@ def test_inner_loops_keep_accumulators_in_registers():
     # nor has the function that turns scores into weights any double in it
     functions = re.split(r"\n(?=_ZN\w+:)", assembly)
     (weights,) = [f for f in functions if f.startswith("_ZN") and "scores_to_weights" in f.split(":")[0]]
-    assert len(re.findall(r"vfmadd\w+ps", weights)) >= 6 * TILE.vectors
+    assert len(re.findall(r"vfmadd\w+ps", weights)) >= 6 * REGISTER_TILE.vectors
     assert not re.search(r"v\w+(sd|pd)\s", weights)

@@ -15,7 +15,7 @@ import pytest
 import test_gradient
 from cases import CASES, DTYPES, FLOAT64, RULE_CASES
 
-from flash_numba.cpu.simd import RegisterTile, choose_register_tile
+from flash_numba.cpu.ir.registers import RegisterTile, choose_register_tile
 
 ROOT = Path(__file__).resolve().parent.parent
 LINUX_X86, LINUX_ARM, MAC_ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu", "arm64-apple-darwin"
@@ -262,7 +262,9 @@ def test_lesser_cpu_conforms(cpu, tmp_path):
         return got.stdout
 
     tile = choose_register_tile(LINUX_X86, features)
-    assert run("-c", "from flash_numba.cpu.simd import TILE; print(tuple(TILE))").strip() == str(tuple(tile))
+    assert run(
+        "-c", "from flash_numba.cpu.ir.registers import REGISTER_TILE; print(tuple(REGISTER_TILE))"
+    ).strip() == str(tuple(tile))
     ids = list(compact_cases())
     formats = ["tests/test_one_source.py", "-k", "TestCpu or exp2 or 16_bit"]
     out = run("-m", "pytest", "-W", "error", *ids, *formats)

@@ -20,7 +20,8 @@ from numba.core.registry import cpu_target
 from numba.extending import overload
 
 from ..cpu.compile import MATH
-from ..cpu.simd import CPU_NAME, TILE, load, pointer_to, store
+from ..cpu.ir.memory import load, pointer_to, store
+from ..cpu.ir.registers import CPU_NAME, REGISTER_TILE
 
 # Below this, the two virtual cores are on one physical core, and figures of that period don't count.
 TWO_THREADS_AT_LEAST = 1.7
@@ -34,7 +35,7 @@ GIB = 2**30
 
 # The rows of lanes that the kernels' register tile accumulates in. They are independent, and their registers are no
 # fewer than latency times issue width on any CPU today (4 x 2 on x86, 4 x 4 on Apple's), so none waits for another.
-ROWS = tuple(range(TILE.rows))
+ROWS = tuple(range(REGISTER_TILE.rows))
 
 
 def load_rows(state, rows):
@@ -96,7 +97,7 @@ def fma_chains(dtype: np.dtype) -> tuple[Any, int, int]:
             values = multiply_add(values)
         store_rows(values, rows, ROWS)
 
-    return run, TILE.rows, TILE.width(real)
+    return run, REGISTER_TILE.rows, REGISTER_TILE.width(real)
 
 
 def fma_peak(threads: int = 1, dtype: Any = np.float32, seconds: float = 0.02, repeats: int = 5) -> float:

@@ -13,19 +13,19 @@ from ..call import Call, GradCall, flops
 from ..problem import describe
 from ..scores import LOG2E
 from . import launch
-from .backward_plan import links, plan_backward
+from .backward_plan import chained_tiles, plan_backward
 from .launch import Progress
-from .plan import Lanes, up_to
+from .plan import SimdSizes, up_to
 
 
 def run(grad: GradCall, progress: Progress | None = None) -> None:
     """Fill the gradients of a call in, whose arrays hold 0."""
     dtype = grad.call.lse.dtype
-    lanes = launch.lanes_of(dtype)
+    simd = launch.simd_sizes(dtype)
     delta = np.zeros_like(grad.call.lse) if grad.dlse is None else np.negative(grad.dlse)
-    dk, dv = whole_registers(grad.dk, lanes), whole_registers(grad.dv, lanes)
+    dk, dv = whole_registers(grad.dk, simd), whole_registers(grad.dv, simd)
     if grad.call.k.shape[-2] > 0:
-        run_kernel(grad, dk, dv, delta, lanes, progress)
+        run_kernel(grad, dk, dv, delta, simd, progress)
     for own, filled in ((grad.dk, dk), (grad.dv, dv)):
         if own is not None and filled is not None and own is not filled:
             own[...] = filled[..., : own.shape[-1]]
@@ -34,41 +34,45 @@ def run(grad: GradCall, progress: Progress | None = None) -> None:
         fill_sink_gradients(grad, delta)
 
 
-def whole_registers(array: np.ndarray | None, lanes: Lanes) -> np.ndarray | None:
+def whole_registers(array: np.ndarray | None, simd: SimdSizes) -> np.ndarray | None:
     """An array to add dK or dV to, whose rows end with a whole vector register."""
-    if array is None or array.shape[-1] % lanes.register == 0:
+    if array is None or array.shape[-1] % simd.register == 0:
         return array
-    return np.zeros((*array.shape[:-1], up_to(lanes.register, array.shape[-1])), array.dtype)
+    return np.zeros((*array.shape[:-1], up_to(simd.register, array.shape[-1])), array.dtype)
 
 
-def run_kernel(grad, dk, dv, delta, lanes: Lanes, progress: Progress | None) -> None:
+def run_kernel(grad, dk, dv, delta, simd: SimdSizes, progress: Progress | None) -> None:
     call = grad.call
     dtype = call.lse.dtype
     problem, alive = describe(call)
     gradients, gradients_alive = describe_gradients(grad, dk, dv, delta)
-    control = plan_backward(problem, lanes)
+    parameters = plan_backward(problem, simd)
     if call.cu_seqlens_q is None:
         queries = np.full(int(problem["batch"]), int(problem["queries"]))
     else:
         queries = np.diff(call.cu_seqlens_q)
-    heads, block_q = int(problem["heads"]), int(control["block_q"])
+    heads, block_q = int(problem["heads"]), int(parameters["block_q"])
     group = heads // math.lcm(call.k.shape[-3], call.v.shape[-3])
-    table = links(-(-queries // block_q), heads, group, block_q)
-    if is_shared(grad.dbias, call):  # every item may add to what any other adds to: one chain
+    table = chained_tiles(-(-queries // block_q), heads, group, block_q)
+    if is_shared(grad.dbias, call):  # every work tile may add to what any other adds to: one chain
         table["previous"] = np.arange(-1, table.size - 1)
-        control["walks_all"] = 1
+        parameters["walks_all"] = 1
     done = np.zeros(table.size, np.int64)
-    control["items"] = table.size
-    control["table"], control["progress"], control["gradient"] = address(table), address(done), address(gradients)
+    parameters["tiles"] = table.size
+    parameters["table"], parameters["progress"], parameters["gradient"] = (
+        address(table),
+        address(done),
+        address(gradients),
+    )
 
     worker = launch.worker_address("backward", dtype)
     launch.start(
         launch.Launch(
             worker=worker,
             serial=launch.SERIAL_CALL(worker),
-            words=launch.words_of(problem, control),
-            items=table.size,
-            scratch_bytes=int(control["end"]),
+            words=launch.words_of(problem, parameters),
+            tiles=table.size,
+            scratch_bytes=int(parameters["end"]),
             groups=0,
             workspace_bytes=0,
             flops=2.5 * flops(call),

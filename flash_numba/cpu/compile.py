@@ -69,6 +69,7 @@ IDLE = {
     "NoPythonSupportedFeatureValidation",
     "AnnotateTypes",
     "DumpParforDiagnostics",
+    "IRLegalization",
 }
 
 

@@ -1,286 +1,295 @@
-"""The attention forward on a CPU for few queries: all query rows that share a key head, against a share of its keys.
+"""The attention forward on a CPU for few queries: all query rows that share a key head, against a KV split.
 
 With one query (decoding) or a handful (speculative decoding) there are too few rows to fill SIMD lanes with, and the
 time goes into reading K and V. So lanes run along the head dimension for the scores and along the value's columns for
 the output, both read in place, once for all rows of the group:
 
-    S[row, key]  = sum_t Q[row, t] * K[key, t]        lanes along t, summed across at the end (`simd.dot_step`)
-    O[row, c]    = alpha[row] * O[row, c] + sum_j P[row, j] * V[j, c]        lanes along c (`simd.product_step`)
+    S[row, key]  = sum_t Q[row, t] * K[key, t]        lanes along t, summed across at the end (`dot_step`)
+    O[row, c]    = alpha[row] * O[row, c] + sum_j P[row, j] * V[j, c]        lanes along c (`product_step`)
 
-Keys are split at fixed multiples into items, so that one long sequence keeps all threads busy. Whoever finishes the
-last share of a head merges all of them, in the order of their keys (Flash-Decoding, Dao et al. 2023); the result is the
-same whoever that is.
+Keys are split at fixed multiples, so that one long sequence keeps all threads busy: a work tile is one KV split of one
+group of heads. Whoever finishes the last split of a group merges the states of all of them, in the order of their keys
+(Flash-Decoding, Dao et al. 2023); the result is the same whoever that is.
+
+Rows are packed: row r is query r % queries of the group's head r // queries.
 """
 
 from math import inf
+from typing import Any, NamedTuple
 
-import numpy as np
 from numba import njit
 
-from .. import dropout, geometry, ops, recurrence, scores
-from ..dtypes import BOOL
+from .. import geometry, ops, recurrence
+from ..geometry import VisibleKeys
 from .compile import HELPER, STAGE
-from .forward import each_item, of_head, operands
-from .plan import CANCEL, LINE, ROWS
-from .products import add_values_of_block, load_padded, multiply_keys_of_block
-from .rows import all_finite, fetch_row, in_place, saturated, write_row
-from .rules import apply_term, hidden_value, scan_bias, softcap_scores
-from .simd import (
-    finish_ticket,
-    itemsize,
-    lane,
-    lanes_of,
-    load,
-    move,
-    part,
-    pointer_like,
-    prefetch,
-    read_flag,
-    real,
-    row_numbers,
-    scalar,
-    store,
-    sum_of_lanes,
-    tile_width,
-    top_of_lanes,
+from .decode_products import add_values_of_block, multiply_keys_of_block
+from .formats import all_finite, saturated, store_row
+from .forward import each_work_tile
+from .ir.lanes import itemsize, lane, lanes_of, real, scalar, sum_of_lanes, top_of_lanes
+from .ir.memory import load, move, part, pointer_like, prefetch, store
+from .ir.threads import count_finished, read_flag
+from .loading import (
+    Head,
+    head_of,
+    keys_of,
+    load_padded,
+    out_of,
+    queries_of,
+    readable_in_place,
+    row_address,
+    stride_of,
+    tile_keys,
+    values_of,
 )
+from .operands import hidden_value, load_operand_rows, operands_of_row
+from .plan import LINE, ROWS
+from .rules import apply_rules_to_row, drop_weights_of_row, rows_of_lanes
+
+
+class State(NamedTuple):
+    """Pointers to a state of the recurrence: O, (row, column), and m and l of each row."""
+
+    o: Any
+    m: Any
+    l: Any
+
+
+class Split(NamedTuple):
+    """A work tile: a group of heads and a KV split."""
+
+    group: int  # its number
+    number: int  # of the split
+    rows: int
+    head: Head  # the group's first query head
+    visible: VisibleKeys  # of the split's keys, to some row
+    state: State
+
 
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
+@njit(**HELPER)
+def state_at(launch, memory):
+    return State(part(memory, launch.output), part(memory, launch.maximum), part(memory, launch.total))
+
+
+@njit(**HELPER)
+def first_state_of(launch, group, scratch):
+    """The memory of the first of a group's split states, which lie side by side: a lone one in the scratch."""
+    if launch.splits == 1:
+        return scratch
+    return pointer_like(scratch, launch.workspace + group * launch.splits * launch.state_bytes)
+
+
+@njit(**HELPER)
+def head_of_row(p, head, r):
+    """The query head of packed row r, where `head` is the group's first."""
+    return head_of(p, head.b, head.h + r // p.queries)
+
+
+@njit(**HELPER)
+def start_split(p, launch, tile, scratch):
+    """The work tile of a number, its queries loaded and its state started."""
+    heads = min(p.k_group, p.v_group)
+    number, group = tile % launch.splits, tile // launch.splits
+    key_heads = p.heads // heads
+    head = head_of(p, group // key_heads, group % key_heads * heads)
+    rows, dim = heads * p.queries, launch.padded_dim
+    q, scale = part(scratch, launch.queries), saturated(scratch, head.scale)
+    state = state_at(launch, part(first_state_of(launch, group, scratch), number * launch.state_bytes))
+    for r in range(rows):
+        load_padded(move(q, r * dim), queries_of(p, head_of_row(p, head, r)), r % p.queries, 1, dim)
+        for d in range(dim):
+            q[r * dim + d] *= scale
+        state.m[r], state.l[r] = -inf, 0
+    for d in range(rows * dim, launch.query_rows * dim):
+        q[d] = 0
+    for c in range(rows * launch.padded_value_dim):
+        state.o[c] = 0
+    start = number * launch.split_keys
+    visible = tile_keys(p, head, 0, head.queries, start, start + launch.split_keys)
+    return Split(group, number, rows, head, visible, state)
+
+
+@njit(**HELPER)
+def row_keys(p, head, i, start, stop):
+    """What query i sees of the keys start to stop; nothing if it lies beyond the sequence's length."""
+    return tile_keys(p, head, i, 1 if i < head.queries else 0, start, stop)
+
+
+# -- score, recur ------------------------------------------------------------------------------------------------------
+
+
 @njit(**STAGE)
-def load_row_term(term, address, keys, stride, code):
-    """A mask's or a bias's part of a row: `(some key is kept, some key may be hidden)`."""
-    fetch_row(term, keys, address, stride, code)
-    if code == BOOL:
-        some, every = False, True
-        for j in range(keys):
-            some |= term[j] != 0
-            every &= term[j] != 0
-        return some, not every
-    return scan_bias(term, keys, False), True
-
-
-# -- score -------------------------------------------------------------------------------------------------------------
-
-
-@njit(**STAGE)
-def alibi_row(s, tiles, slope, position):
-    """position: of the row, counted from the block's first key."""
-    p, slope, width = real(s, position), real(s, slope), tile_width(s)
-    for t in range(tiles):
-        store(scores.with_alibi(load(s, t), slope, p, lanes_of(s, 0.0) + row_numbers(s, t * width)), s, t)
-
-
-@njit(**STAGE)
-def hide_row(s, tiles, first, last):
-    """-inf outside the keys first to last."""
-    width = tile_width(s)
-    for t in range(tiles):
-        low, high = np.int32(max(-1, first - t * width)), np.int32(min(width, last - t * width))
-        store(scores.hide(load(s, t), geometry.between(row_numbers(s, 0), low, high)), s, t)
-
-
-@njit(**STAGE)
-def weigh_row(s, tiles, m, l, v, v_row, v_bytes):
+def weigh_row(s, count, m, l, v, v_row, v_bytes):
     """Scores to weights in place: `(m, l, alpha)` brought to the new reference.
 
-    Memory would be idle meanwhile, so each tile asks for the `v_bytes` of a row of V, `v_row` bytes apart from v on.
+    Memory would be idle meanwhile, so each row of lanes asks for the `v_bytes` of a row of V, `v_row` bytes apart from
+    v on.
     """
     top = load(s, 0)
-    for t in range(1, tiles):
-        top = ops.maximum(top, load(s, t))
+    for n in range(1, count):
+        top = ops.maximum(top, load(s, n))
     m_new, ref, alpha = recurrence.advance(lane(m), lane(top_of_lanes(top)))
     ref = real(s, scalar(ref))
     total = lanes_of(s, 0.0)
-    for t in range(tiles):
+    for n in range(count):
         for byte in range(0, v_bytes, LINE):
-            prefetch(v + t * v_row + byte)
-        w = recurrence.weight(load(s, t), ref)
-        store(w, s, t)
+            prefetch(v + n * v_row + byte)
+        w = recurrence.weight(load(s, n), ref)
+        store(w, s, n)
         total = total + w
-    return scalar(m_new), scalar(alpha * lane(l) + lane(sum_of_lanes(total))), scalar(alpha)
+    l = recurrence.absorb(lane(l), alpha, lane(sum_of_lanes(total)))
+    return scalar(m_new), scalar(l), scalar(alpha)
 
 
 @njit(**STAGE)
-def drop_row(s, tiles, i, key_index, h, b, round_keys, threshold, factor):
-    """Dropout along a row: every lane draws its key's counter and takes the word that is the key's own."""
-    width, factor, threshold = tile_width(s), real(s, factor), np.int32(threshold)
-    zero = row_numbers(s, 0) & 0
-    for t in range(tiles):
-        j = row_numbers(s, 0) + np.int32(key_index + t * width)
-        words = dropout.philox(j >> 2, zero + np.int32(i), zero + np.int32(h), zero + np.int32(b), round_keys)
-        word = ops.select((j & 2) != 0, words[2], words[0])
-        odd = ops.select((j & 2) != 0, words[3], words[1])
-        word = ops.select((j & 1) != 0, odd, word)
-        store(ops.select(dropout.kept(word, threshold), load(s, t) * factor, 0.0), s, t)
+def add_seen_values(o, alpha, v, v_stride, s, keys, columns, first, stop, operands):
+    """O of one row where V holds NaN or infinity: a key that the row doesn't see is left out. Rare.
 
-
-# -- recur -------------------------------------------------------------------------------------------------------------
-
-
-@njit(**STAGE)
-def add_seen_values(o, alpha, v, v_stride, s, keys, columns, first, last, bias, has_bias, mask, has_mask, codes):
-    """The same for one row where V holds NaN or infinity: a key that the row doesn't see is left out. Rare."""
-    bias_hides, mask_hides = hidden_value(o, codes[0]), hidden_value(o, codes[1])
+    The row sees the keys first to stop, as far as the operands keep them.
+    """
+    bias, mask = operands.first, operands.second
+    bias_hides, mask_hides = hidden_value(o, bias.is_mask), hidden_value(o, mask.is_mask)
     for c in range(columns):
         total = o[c] * 0
         for j in range(keys):
-            seen = j >= first and j <= last
-            if has_bias:
-                seen = seen and bias[j] != bias_hides
-            if has_mask:
-                seen = seen and mask[j] != mask_hides
+            seen = j >= first and j < stop
+            if bias.used:
+                seen = seen and bias.part[j] != bias_hides
+            if mask.used:
+                seen = seen and mask.part[j] != mask_hides
             if seen:
                 total += s[j] * v[j * v_stride + c]
         o[c] = alpha * o[c] + total
 
 
+@njit(**HELPER)
+def weigh_rows(p, launch, split, scratch, start, stop):
+    """Scores of a block to weights, row by row: rules, recurrence, dropout. Whether some key may be hidden."""
+    head, state, n, hides = split.head, split.state, stop - start, False
+    s, alpha, stride = part(scratch, launch.scores), part(scratch, launch.alpha), launch.score_stride
+    bias, mask = part(scratch, launch.bias), part(scratch, launch.mask)
+    values, count = values_of(p, head), rows_of_lanes(s, n)
+    v_bytes = p.value_dim * p.v_column if p.v_column <= 8 else 0  # of contiguous columns
+    for r in range(split.rows):
+        row, own, i = move(s, r * stride), head_of_row(p, head, r), r % p.queries
+        seen = row_keys(p, head, i, start, stop)
+        visible = VisibleKeys(start, stop, seen.start, seen.stop)
+        operands = operands_of_row(p, move(bias, r * stride), move(mask, r * stride))
+        apply_rules_to_row(p, own.slope, row, operands, head.shift + i, visible, None)
+        hides = hides or seen.start > start or seen.stop < stop
+        ahead = row_address(values, start + r % ROWS * count)
+        state.m[r], state.l[r], alpha[r] = weigh_row(
+            row, count, state.m[r], state.l[r], ahead, values.row_stride, v_bytes
+        )
+        drop_weights_of_row(p, own, row, i, start, n)
+    return hides
+
+
+@njit(**HELPER)
+def absorb_values(p, launch, split, scratch, start, stop, hides):
+    """O of all rows, from a block's weights."""
+    head, o, n, o_stride = split.head, split.state.o, stop - start, launch.padded_value_dim
+    s, alpha, stride = part(scratch, launch.scores), part(scratch, launch.alpha), launch.score_stride
+    values, v, v_stride = values_of(p, head), part(scratch, launch.values), o_stride
+    finite = True
+    if hides:
+        if readable_in_place(v, values, start, n):
+            v, v_stride = pointer_like(v, row_address(values, start)), stride_of(v, values)
+        else:
+            load_padded(v, values, start, n, o_stride)
+        finite = all_finite(v, n, p.value_dim, v_stride)
+    if finite:
+        block = part(scratch, launch.values)
+        add_values_of_block(o, alpha, block, values, start, s, stride, split.rows, n, o_stride)
+        return
+    bias, mask = part(scratch, launch.bias), part(scratch, launch.mask)
+    for r in range(split.rows):
+        seen = row_keys(p, head, r % p.queries, start, stop)
+        operands = operands_of_row(p, move(bias, r * stride), move(mask, r * stride))
+        add_seen_values(
+            move(o, r * o_stride), alpha[r], v, v_stride, move(s, r * stride), n, p.value_dim,
+            seen.start - start, seen.stop - start, operands,
+        )  # fmt: skip
+
+
+@njit(**HELPER)
+def attend_block(p, launch, split, scratch, start, stop):
+    """All rows of a work tile against the keys start to stop."""
+    s, n, stride = part(scratch, launch.scores), stop - start, launch.score_stride
+    bias, mask = part(scratch, launch.bias), part(scratch, launch.mask)
+    kept, hides = load_operand_rows(p, split.head, bias, mask, stride, split.rows, start, n)
+    if not kept:
+        return
+    q, block = part(scratch, launch.queries), part(scratch, launch.keys)
+    multiply_keys_of_block(s, stride, block, keys_of(p, split.head), start, q, split.rows, n, launch.padded_dim)
+    hides = weigh_rows(p, launch, split, scratch, start, stop) or hides
+    absorb_values(p, launch, split, scratch, start, stop, hides)
+
+
+# -- merge, write ------------------------------------------------------------------------------------------------------
+
+
 @njit(**STAGE)
-def merge_shares(o, m, l, first, shares, share_bytes, plan_m, plan_l, rows, o_stride):
-    """The state of all keys from the states of all shares, merged in the order of their keys."""
+def merge_splits(o, m, l, first, splits, state_bytes, plan_m, plan_l, rows, o_stride):
+    """The state of all keys from the states of all splits, merged in the order of their keys."""
     for r in range(rows):
         row = move(o, r * o_stride)
         top, total = lane(real(o, -inf)), lane(real(o, 0.0))
         for c in range(o_stride):
             row[c] = 0
-        for share in range(shares):
-            state = part(first, share * share_bytes)
-            share_m, share_l = part(state, plan_m)[r], part(state, plan_l)[r]
-            top, total, a, b = recurrence.merge(top, total, lane(share_m), lane(share_l))
-            mine, theirs, share_o = scalar(a), scalar(b), move(state, r * o_stride)
+        for split in range(splits):
+            state = part(first, split * state_bytes)
+            split_m, split_l = part(state, plan_m)[r], part(state, plan_l)[r]
+            top, total, a, b = recurrence.merge(top, total, lane(split_m), lane(split_l))
+            mine, theirs, split_o = scalar(a), scalar(b), move(state, r * o_stride)
             for c in range(o_stride):
-                row[c] = mine * row[c] + theirs * share_o[c]
+                row[c] = mine * row[c] + theirs * split_o[c]
         m[r], l[r] = scalar(top), scalar(total)
+
+
+@njit(**HELPER)
+def write_group(p, launch, split, state, scratch):
+    """Finalize all rows: take the sinks in, normalize, and store them."""
+    staging, size, o_stride = part(scratch, launch.staging), itemsize(scratch), launch.padded_value_dim
+    o, m, l = state.o, state.m, state.l
+    for r in range(split.rows):
+        own, i = head_of_row(p, split.head, r), r % p.queries
+        row_lse, normalizer = recurrence.finalize(lane(m[r]), lane(l[r]), lane(real(m, own.sink)))
+        pointer_like(o, own.lse + i * size)[0] = scalar(row_lse)
+        normalizer = normalizer * lane(real(m, own.v_scale))
+        for c in range(p.value_dim):
+            staging[c] = scalar(recurrence.normalized(lane(o[r * o_stride + c]), lane(l[r]), normalizer))
+        out = out_of(p, own)
+        store_row(row_address(out, i), out.column_stride, out.code, staging, out.columns)
 
 
 # -- one thread --------------------------------------------------------------------------------------------------------
 
 
 @njit(**HELPER)
-def attend_share(p, plan, item, scratch, control):
-    """One item: all rows of a group of query heads against one share of the keys."""
-    size, width = itemsize(scratch), tile_width(scratch)
-    group = min(p.k_group, p.v_group)
-    share, g = item % plan.shares, item // plan.shares
-    key_heads = p.heads // group
-    b, h0 = g // key_heads, g % key_heads * group
-    q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, queries, keys, shift, row_index = operands(p, b, h0)
-    rows, dim, o_stride, s_stride = group * p.queries, plan.padded_dim, plan.padded_value_dim, plan.score_stride
-    q, s, alpha = part(scratch, plan.queries), part(scratch, plan.scores), part(scratch, plan.alpha)
-    k_block, v_block = part(scratch, plan.keys), part(scratch, plan.values)
-    bias, mask, staging = part(scratch, plan.bias), part(scratch, plan.mask), part(scratch, plan.staging)
-    alone = plan.shares == 1
-    first_state = scratch if alone else pointer_like(scratch, plan.workspace + g * plan.shares * plan.state_bytes)
-    state = part(first_state, share * plan.state_bytes)
-    o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
-
-    scale = saturated(q, p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h0 // p.k_group, 1.0))
-    for r in range(rows):
-        at = q_at + r // p.queries * p.q_head + r % p.queries * p.q_row
-        load_padded(move(q, r * dim), at, 1, 0, p.q_column, p.q_format, p.dim, dim)
-        for d in range(dim):
-            q[r * dim + d] *= scale
-        m[r], l[r] = -inf, 0
-    for d in range(rows * dim, plan.query_rows * dim):
-        q[d] = 0
-    for c in range(rows * o_stride):
-        o[c] = 0
-
-    start, stop, _, _ = geometry.visible_keys(shift, shift + queries - 1, p.left, p.right, 0, keys)
-    start, stop = max(start, share * plan.share_keys), min(stop, (share + 1) * plan.share_keys)
-    has_bias, has_mask = p.bias != 0, p.mask != 0
-    for j0 in range(start // plan.block_k * plan.block_k, stop, plan.block_k):
-        if read_flag(control + CANCEL) != 0:
+def attend_split(p, launch, tile, scratch, cancel):
+    """One work tile; the last one of a group merges and writes."""
+    split = start_split(p, launch, tile, scratch)
+    block = geometry.next_block(split.visible, 0, launch.block_k)
+    while block < split.visible.stop:
+        if read_flag(cancel) != 0:
             return
-        j0, j1 = max(j0, start), min(j0 + plan.block_k, stop)
-        n = j1 - j0
-        if n <= 0:
-            continue
-        tiles = (n + width - 1) // width
-        hides, kept = False, not (has_bias or has_mask)
-        for r in range(rows if has_bias or has_mask else 0):
-            h, i = r // p.queries, r % p.queries
-            row_kept = True
-            if has_bias:
-                at = bias_at + h * p.bias_head + i * p.bias_row + j0 * p.bias_column
-                row_kept, hidden = load_row_term(move(bias, r * s_stride), at, n, p.bias_column, p.bias_format)
-                hides = hides | hidden
-            if has_mask:
-                at = mask_at + h * p.mask_head + i * p.mask_row + j0 * p.mask_column
-                mask_kept, hidden = load_row_term(move(mask, r * s_stride), at, n, p.mask_column, p.mask_format)
-                row_kept, hides = row_kept & mask_kept, hides | hidden
-            kept = kept | row_kept
-        if not kept:
-            continue
-        multiply_keys_of_block(
-            s, s_stride, k_block, k_at + j0 * p.k_row, p.k_row, p.k_column, p.k_format, q, rows, n, p.dim, dim
-        )
-        for r in range(rows):
-            row, h, i = move(s, r * s_stride), h0 + r // p.queries, r % p.queries
-            if p.softcap != 0.0:
-                softcap_scores(row, tiles, p.softcap)
-            slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0)
-            if slope != 0.0:
-                alibi_row(row, tiles, slope, shift + i - j0)
-            if has_bias:
-                apply_term(row, move(bias, r * s_stride), tiles, p.bias_format == BOOL)
-            if has_mask:
-                apply_term(row, move(mask, r * s_stride), tiles, p.mask_format == BOOL)
-            for j in range(n, tiles * width):  # what fills the last tile is no key
-                row[j] = -inf
-            first, last = shift + i - p.left - j0, shift + i + p.right - j0
-            if i >= queries:
-                first, last = 0, -1
-            if first > 0 or last < n - 1:
-                hides = True
-                hide_row(row, tiles, first, last)
-            at = v_at + (j0 + r % ROWS * tiles) * p.v_row
-            v_bytes = p.value_dim * p.v_column if p.v_column <= 8 else 0  # of contiguous columns
-            m[r], l[r], alpha[r] = weigh_row(row, tiles, m[r], l[r], at, p.v_row, v_bytes)
-            if p.keep_factor != 0.0:
-                at = p.key_index + j0
-                drop_row(row, tiles, row_index + i, at, h, b, p.round_keys, p.drop_below, p.keep_factor)
+        start, stop = max(block, split.visible.start), min(block + launch.block_k, split.visible.stop)
+        attend_block(p, launch, split, scratch, start, stop)
+        block = geometry.next_block(split.visible, block + launch.block_k, launch.block_k)
 
-        v_from, v, v_stride = v_at + j0 * p.v_row, v_block, o_stride
-        if hides and in_place(v, v_from, p.v_row, p.v_column, p.v_format):
-            v, v_stride = pointer_like(v, v_from), p.v_row // size
-        elif hides:
-            load_padded(v, v_from, n, p.v_row, p.v_column, p.v_format, p.value_dim, o_stride)
-        if hides and not all_finite(v, n, p.value_dim, v_stride):
-            for r in range(rows):
-                i = r % p.queries
-                first, last = shift + i - p.left - j0, shift + i + p.right - j0
-                if i >= queries:
-                    first, last = 0, -1
-                add_seen_values(
-                    move(o, r * o_stride), alpha[r], v, v_stride, move(s, r * s_stride), n, p.value_dim, first, last,
-                    move(bias, r * s_stride), has_bias, move(mask, r * s_stride), has_mask,
-                    (p.bias_format, p.mask_format),
-                )  # fmt: skip
-        else:
-            add_values_of_block(
-                o, alpha, v_block, v_from, p.v_row, p.v_column, p.v_format, s, s_stride, rows, n, p.value_dim, o_stride
-            )
-
-    if not alone:
-        if finish_ticket(plan.finished + g * 8) != plan.shares - 1:
+    state = split.state
+    if launch.splits > 1:
+        if count_finished(launch.finished + split.group * 8) != launch.splits - 1:
             return
-        o, m, l = part(scratch, plan.output), part(scratch, plan.maximum), part(scratch, plan.total)
-        merge_shares(
-            o, m, l, first_state, plan.shares, plan.state_bytes, plan.maximum, plan.total, rows, o_stride
+        state, first = state_at(launch, scratch), first_state_of(launch, split.group, scratch)
+        merge_splits(
+            state.o, state.m, state.l, first, launch.splits, launch.state_bytes, launch.maximum, launch.total,
+            split.rows, launch.padded_value_dim,
         )  # fmt: skip
-    v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h0 // p.v_group, 1.0)
-    for r in range(rows):
-        h, i = r // p.queries, r % p.queries
-        sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf)
-        row_lse, factor = recurrence.finalize(lane(m[r]), lane(l[r]), lane(real(m, sink)))
-        pointer_like(o, lse_at + h * p.lse_head + i * size)[0] = scalar(row_lse)
-        factor = factor * lane(real(m, v_scale))
-        for c in range(p.value_dim):
-            staging[c] = scalar(recurrence.normalized(lane(o[r * o_stride + c]), lane(l[r]), factor))
-        to = out_at + h * p.out_head + i * p.out_row
-        write_row(to, p.out_column, p.out_format, staging, p.value_dim)
+    write_group(p, launch, split, state, scratch)
 
 
-decode = each_item(attend_share)
+decode = each_work_tile(attend_split)

@@ -1,7 +1,7 @@
 """The attention forward on a CPU: one tile of query rows against the keys they see, block by block.
 
 A SIMD lane is a query row. The score tile is kept transposed, (key, row), so maximum, exp2 and sum run across lanes
-with no horizontal operation, and both matrix products are the same register-tile step (`simd.product_step`):
+with no horizontal operation, and both matrix products are the same register-tile step (`ir.products.product_step`):
 
     S[key, row]  = sum_t K[key, t] * Q[t, row]
     O[c, row]    = alpha[row] * O[c, row] + sum_j V[j, c] * P[j, row]
@@ -9,158 +9,64 @@ with no horizontal operation, and both matrix products are the same register-til
 K and V are read in place as broadcasts; only Q is transposed, once a tile. Formats other than the kernel's own (16 and
 8 bits, foreign byte order, strided columns) are converted a block at a time, and the block serves all query rows of the
 tile. The scheme is FlashAttention-2's (Dao 2023, arXiv:2307.08691, algorithm 1), on register tiles.
+
+A work tile is up to `block_q` query rows of one head. It goes through the key blocks that some of its rows see; within
+a block, the rows of one register tile at a time (a row tile) are scored, weighed and multiplied.
 """
 
 from math import inf
+from typing import Any, NamedTuple
 
-from numba import njit, types
+from numba import njit
 
 from .. import geometry, ops, recurrence, scores
-from ..problem import PROBLEM, SEQUENCE, WORK_TILE
-from . import (
-    lanes,  # noqa: F401  gives the words of the formulas their meaning
-    simd,
-)
+from . import primitives  # noqa: F401  gives the primitive operations of the formulas their meaning
 from .compile import HELPER, STAGE
-from .plan import CANCEL, CONTROL, LINE, TICKET
-from .rows import all_finite, fetch_row, in_place, saturated, transpose, write_row
-from .rules import apply_rules, bound, drop_weights, hidden_value, load_terms, softcap_scores
-from .simd import (
-    itemsize,
-    lane,
-    lanes_of,
-    load,
-    move,
-    part,
-    pointer_like,
-    pointer_to,
-    prefetch,
-    read_flag,
-    real,
-    record_at,
-    scalar,
-    store,
-    take_ticket,
-    tile_width,
+from .formats import all_finite, in_place, saturated, store_row, transpose
+from .ir.lanes import itemsize, lane, lanes_of, real, scalar, tile_width
+from .ir.memory import load, move, part, pointer_like, store
+from .ir.products import product_step
+from .ir.registers import REGISTER_TILE
+from .ir.threads import next_tile, read_flag
+from .loading import (
+    Head,
+    ahead_of,
+    head_of,
+    keys_of,
+    launch_at,
+    load_block,
+    load_queries,
+    locate,
+    out_of,
+    prefetch_row,
+    problem_at,
+    queries_of,
+    row_address,
+    tile_keys,
+    values_of,
 )
+from .operands import hidden_value, load_operands
+from .plan import CANCEL, NEXT_TILE
+from .rules import apply_rules, drop_weights, lane_bounds
 
-problem_at, sequence_at, tile_at, control_at = (record_at(dtype) for dtype in (PROBLEM, SEQUENCE, WORK_TILE, CONTROL))
-float64_at = pointer_to(types.float64)
-SEQUENCE_BYTES, TILE_BYTES = SEQUENCE.itemsize, WORK_TILE.itemsize
-STEP = simd.TILE.rows
-score_step, score_step_1 = (simd.product_step(m, simd.TILE.vectors, across=False) for m in (STEP, 1))
-value_step, value_step_1 = (simd.product_step(m, simd.TILE.vectors, across=True, blend="lanes") for m in (STEP, 1))
+STEP = REGISTER_TILE.rows
+score_step, score_step_1 = (product_step(m, REGISTER_TILE.vectors, across=False) for m in (STEP, 1))
+value_step, value_step_1 = (product_step(m, REGISTER_TILE.vectors, across=True, blend="lanes") for m in (STEP, 1))
+
+
+class WorkTile(NamedTuple):
+    """What a work tile is, and where it has its state of the recurrence."""
+
+    head: Head
+    first_row: int
+    rows: int
+    visible: geometry.VisibleKeys
+    o: Any  # pointers: (row tile, column, row), and a number a row
+    m: Any
+    l: Any
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
-
-
-@njit(**HELPER)
-def locate(p, plan, item):
-    """Which rows an item is: `(sequence, head, first row, number of the tile)`. Longest first, heads side by side."""
-    tile, h = item // p.heads, item % p.heads
-    if p.work_tiles != 0:
-        row = tile_at(p.work_tiles + tile * TILE_BYTES)
-        return row.sequence, h, row.first_row, tile
-    count = (p.queries + plan.block_q - 1) // plan.block_q
-    b = tile % p.batch
-    tile = count - 1 - tile // p.batch
-    return b, h, tile * plan.block_q, (b * p.heads + h) * count + tile
-
-
-@njit(**HELPER)
-def operands(p, b, h):
-    """Where head h of sequence b starts: q, k, v, out, lse and both terms; and its lengths, shift and row index."""
-    if p.sequences != 0:
-        own = sequence_at(p.sequences + b * SEQUENCE_BYTES)
-        q, k, v, out, lse, bias, mask = own.q, own.k, own.v, own.out, own.lse, own.bias, own.mask
-        queries, keys, shift, row_index = own.queries, own.keys, own.shift, own.row_index
-    else:
-        q, k, v, out = b * p.q_batch, b * p.k_batch, b * p.v_batch, b * p.out_batch
-        lse, bias, mask = b * p.lse_batch, b * p.bias_batch, b * p.mask_batch
-        queries, keys, shift, row_index = p.queries, p.keys, p.shift, p.row_index
-    return (
-        p.q + q + h * p.q_head,
-        p.k + k + h // p.k_group * p.k_head,
-        p.v + v + h // p.v_group * p.v_head,
-        p.out + out + h * p.out_head,
-        p.lse + lse + h * p.lse_head,
-        p.bias + bias + h * p.bias_head,
-        p.mask + mask + h * p.mask_head,
-        queries,
-        keys,
-        shift,
-        row_index,
-    )
-
-
-@njit(**HELPER)
-def of_head(address, batch_stride, head_stride, b, h, default):
-    """A number given for each batch element and head, or the default where none is given."""
-    if address == 0:
-        return default
-    return float64_at(address + b * batch_stride + h * head_stride)[0]
-
-
-@njit(**STAGE)
-def load_queries(q, staging, address, rows, row_stride, column_stride, code, dim, scale):
-    """Query rows at an address into q, as (register tile, dim, row) and scaled; lanes without a row get 0."""
-    width = tile_width(q)
-    factor = lanes_of(q, scale)
-    for first in range(0, rows, width):
-        own, at = min(width, rows - first), address + first * row_stride
-        tile, source, stride = move(q, first * dim), staging, dim
-        if own == width and in_place(q, at, row_stride, column_stride, code):
-            source, stride = pointer_like(q, at), row_stride // itemsize(q)
-        else:
-            for r in range(own):
-                fetch_row(move(staging, r * dim), dim, at + r * row_stride, column_stride, code)
-            for d in range(own * dim, width * dim):
-                staging[d] = 0
-        transpose(tile, width, source, stride, width, dim)
-        for d in range(dim):
-            store(load(tile, d) * factor, tile, d)
-
-
-@njit(**STAGE)
-def load_block(block, address, rows, row_stride, column_stride, code, columns):
-    """Rows of K or V: `(pointer, elements from row to row)`, in place where the format allows, else through `block`."""
-    if in_place(block, address, row_stride, column_stride, code):
-        return pointer_like(block, address), row_stride // itemsize(block)
-    for j in range(rows):
-        fetch_row(move(block, j * columns), columns, address + j * row_stride, column_stride, code)
-    return block, columns
-
-
-@njit(**HELPER)
-def keys_of_tile(p, position, rows, keys, start, stop):
-    """Of the keys start to stop, those that some row of a tile sees, and the keys that all its rows see.
-
-    position: of the first row.
-    """
-    last = position + rows - 1
-    j0, j1, all0, all1 = geometry.visible_keys(position, last, p.left, p.right, 0, keys)
-    return max(j0, start), min(j1, stop), all0, all1
-
-
-@njit(**HELPER)
-def ahead_of(p, k_at, v_at, key, tile):
-    """A part of the keys and values from `key` on, for `ask_for`: two cache lines a row for each register tile."""
-    return k_at + key * p.k_row + tile * 2 * LINE, p.k_row, v_at + key * p.v_row + tile * 2 * LINE, p.v_row
-
-
-@njit(**HELPER)
-def ask_for(ahead, j):
-    """Have the next block's row j fetched into the second-level cache meanwhile, its part given by `ahead_of`.
-
-    The products read K and V in steps that the CPU's own prefetcher doesn't follow. On Zen 4 this saves 5 % of the
-    forward's time at D = 64 and 4 % at 128.
-    """
-    k, k_row, v, v_row = ahead
-    prefetch(k + j * k_row)
-    prefetch(k + j * k_row + LINE)
-    prefetch(v + j * v_row)
-    prefetch(v + j * v_row + LINE)
 
 
 @njit(**STAGE)
@@ -171,6 +77,22 @@ def start_rows(m, l, o, tiles, value_dim):
         store(lanes_of(l, 0.0), l, tile)
     for c in range(tiles * value_dim):
         store(lanes_of(o, 0.0), o, c)
+
+
+@njit(**HELPER)
+def start_work_tile(p, launch, number, scratch):
+    """The work tile of a number, its queries loaded, its state started or where a stream has saved it."""
+    b, h, first_row, number = locate(p, launch, number)
+    head = head_of(p, b, h)
+    rows = max(0, min(launch.block_q, head.queries - first_row))
+    state = scratch if p.state == 0 else pointer_like(scratch, p.state + number * launch.state_bytes)
+    o, m, l = part(state, launch.output), part(state, launch.maximum), part(state, launch.total)
+    if p.state == 0:
+        width = tile_width(scratch)
+        start_rows(m, l, o, (rows + width - 1) // width, p.value_dim)
+    q, staging = part(scratch, launch.queries), part(scratch, launch.staging)
+    load_queries(q, staging, queries_of(p, head), first_row, rows, saturated(q, head.scale))
+    return WorkTile(head, first_row, rows, tile_keys(p, head, first_row, rows, 0, head.keys), o, m, l)
 
 
 # -- score, recur ------------------------------------------------------------------------------------------------------
@@ -198,12 +120,12 @@ def scores_to_weights(s, m, l, alpha, keys, ahead):
     m_new, ref, a = recurrence.advance(load(m, 0), top)
     total = lanes_of(s, 0.0)
     for j in range(keys):
-        ask_for(ahead, j)
+        prefetch_row(ahead, j)
         w = recurrence.weight(load(s, j), ref)
         store(w, s, j)
         total = total + w
     store(m_new, m, 0)
-    store(a * load(l, 0) + total, l, 0)
+    store(recurrence.absorb(load(l, 0), a, total), l, 0)
     store(a, alpha, 0)
 
 
@@ -221,177 +143,153 @@ def add_values(o, alpha, v, v_stride, s, keys, value_dim):
 
 
 @njit(**STAGE)
-def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, first, last, bias, has_bias, mask, has_mask, codes):
-    """The same where V holds NaN or infinity: 0 * NaN would leak, so a key that a row doesn't see is left out. Rare."""
-    first, last = bound(s, first), bound(s, last)
-    bias_hides, mask_hides = hidden_value(s, codes[0]), hidden_value(s, codes[1])
+def add_seen_values(o, alpha, v, v_stride, s, keys, value_dim, position, left, right, operands):
+    """The same where V holds NaN or infinity: 0 * NaN would leak, so a key that a row doesn't see is left out. Rare.
+
+    position: of the tile's first row, counted from the first key.
+    """
+    first, last = lane_bounds(s, position, left, right)
+    bias, mask = operands.first, operands.second
+    bias_hides, mask_hides = hidden_value(s, bias.is_mask), hidden_value(s, mask.is_mask)
     for c in range(value_dim):
         total = lanes_of(s, 0.0)
         for j in range(keys):
             seen = geometry.between(j, first, last)
-            if has_bias:
-                seen = seen & (load(bias, j) != bias_hides)
-            if has_mask:
-                seen = seen & (load(mask, j) != mask_hides)
+            if bias.used:
+                seen = seen & (load(bias.part, j) != bias_hides)
+            if mask.used:
+                seen = seen & (load(mask.part, j) != mask_hides)
             total = ops.select(seen, total + load(s, j) * v[j * v_stride + c], total)
-        store(load(alpha, 0) * load(o, c) + total, o, c)
+        store(recurrence.absorb(load(o, c), load(alpha, 0), total), o, c)
+
+
+@njit(**HELPER)
+def attend_block(p, launch, work, scratch, block_start):
+    """All rows of a work tile against one block of keys. K and V are loaded when the first row tile needs them."""
+    width, head = tile_width(scratch), work.head
+    q, s, alpha = part(scratch, launch.queries), part(scratch, launch.scores), part(scratch, launch.alpha)
+    k, v = part(scratch, launch.keys), part(scratch, launch.values)
+    bias, mask, staging = part(scratch, launch.bias), part(scratch, launch.mask), part(scratch, launch.staging)
+    block_stop = min(block_start + launch.block_k, work.visible.stop)
+    count = block_stop - block_start
+    k_stride, v_stride = p.dim, p.value_dim
+    loaded, finite = False, -1  # whether V is finite, when that matters
+    for first in range(0, work.rows, width):
+        row, rows = work.first_row + first, min(width, work.rows - first)
+        seen = tile_keys(p, head, row, rows, block_start, block_stop)
+        n = seen.stop - seen.start
+        if n <= 0:
+            continue
+        kept, operands = load_operands(p, head, bias, mask, staging, row, rows, seen.start, n)
+        if not kept:
+            continue
+        if not loaded:
+            loaded = True
+            k, k_stride = load_block(k, keys_of(p, head), block_start, count)
+            v, v_stride = load_block(v, values_of(p, head), block_start, count)
+
+        tile_k, tile_v = move(k, (seen.start - block_start) * k_stride), move(v, (seen.start - block_start) * v_stride)
+        multiply_keys(s, tile_k, k_stride, move(q, first * p.dim), n, p.dim)
+        position = row + head.shift
+        apply_rules(p, head.slope, s, operands, position, seen, None)
+
+        ahead = ahead_of(p, head, block_stop, first // width)
+        scores_to_weights(s, move(work.m, first), move(work.l, first), alpha, n, ahead)
+        drop_weights(p, head, s, row, seen.start, n)
+        o = move(work.o, first * p.value_dim)
+        hides = operands.first.used or operands.second.used
+        hides = hides or geometry.block_state(seen, seen.start, seen.stop) != geometry.FULL
+        if hides and finite < 0:
+            finite = all_finite(v, count, p.value_dim, v_stride)
+        if hides and finite == 0:
+            at = position - seen.start
+            add_seen_values(o, alpha, tile_v, v_stride, s, n, p.value_dim, at, p.left, p.right, operands)
+        else:
+            add_values(o, alpha, tile_v, v_stride, s, n, p.value_dim)
 
 
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
 @njit(**STAGE)
-def write_rows(o, m, l, staging, finals, rows, value_dim, out, row_stride, column_stride, code, lse, sink, v_scale):
-    """Take the sink in, normalise, and write a register tile's rows out. The state itself stays as it is."""
-    width = tile_width(o)
-    row_lse, factor = recurrence.finalize(load(m, 0), load(l, 0), real(m, sink))
+def write_rows(o, m, l, staging, finals, rows, out, first, lse, sink, v_scale):
+    """Finalize a row tile: take the sink in, normalize, and store its rows. The state itself stays as it is."""
+    width, value_dim, address = tile_width(o), out.columns, row_address(out, first)
+    row_lse, normalizer = recurrence.finalize(load(m, 0), load(l, 0), lanes_of(m, sink))
     store(row_lse, finals, 0)
-    store(factor * real(m, v_scale), finals, 1)
+    store(normalizer * real(m, v_scale), finals, 1)
     lse_out = pointer_like(o, lse)
-    direct = in_place(o, out, row_stride, column_stride, code)
-    to, stride = (pointer_like(o, out), row_stride // itemsize(o)) if direct else (staging, value_dim)
+    direct = in_place(o, address, out.row_stride, out.column_stride, out.code)
+    to, stride = (pointer_like(o, address), out.row_stride // itemsize(o)) if direct else (staging, value_dim)
     transpose(to, stride, o, width, value_dim, rows)
     for r in range(rows):
         lse_out[r] = finals[r]
-        row, own_l, factor = move(to, r * stride), lane(l[r]), lane(finals[width + r])
+        row, own_l, normalizer = move(to, r * stride), lane(l[r]), lane(finals[width + r])
         for c in range(value_dim):
-            row[c] = scalar(recurrence.normalized(lane(row[c]), own_l, factor))
+            row[c] = scalar(recurrence.normalized(lane(row[c]), own_l, normalizer))
         if not direct:
-            write_row(out + r * row_stride, column_stride, code, row, value_dim)
+            store_row(row_address(out, first + r), out.column_stride, out.code, row, value_dim)
 
 
 @njit(**STAGE)
-def write_empty_rows(staging, rows, value_dim, out, row_stride, column_stride, code, lse, sink):
+def write_empty_rows(staging, rows, out, first, lse, sink):
     """Rows beyond a sequence's length see no key: output 0, and the sink alone as their LSE, if there is one."""
     lse_out = pointer_like(staging, lse)
-    for c in range(value_dim):
+    for c in range(out.columns):
         staging[c] = 0
     for r in range(rows):
         lse_out[r] = sink / scores.LOG2E
-        write_row(out + r * row_stride, column_stride, code, staging, value_dim)
+        store_row(row_address(out, first + r), out.column_stride, out.code, staging, out.columns)
+
+
+@njit(**HELPER)
+def write_work_tile(p, launch, work, scratch):
+    width, size, head, out = tile_width(scratch), itemsize(scratch), work.head, out_of(p, work.head)
+    staging, finals = part(scratch, launch.staging), part(scratch, launch.alpha)
+    for first in range(0, work.rows, width):
+        o, m, l = move(work.o, first * p.value_dim), move(work.m, first), move(work.l, first)
+        row, rows = work.first_row + first, min(width, work.rows - first)
+        write_rows(o, m, l, staging, finals, rows, out, row, head.lse + row * size, head.sink, head.v_scale)
+    if p.work_tiles == 0:
+        row = work.first_row + work.rows
+        empty = min(launch.block_q, p.queries - work.first_row) - work.rows
+        write_empty_rows(staging, empty, out, row, head.lse + row * size, head.sink)
 
 
 # -- one thread --------------------------------------------------------------------------------------------------------
 
 
 @njit(**HELPER)
-def attend_rows(p, plan, item, scratch, control):
-    """One item: up to `block_q` query rows of one head against all keys that they see."""
-    width, size = tile_width(scratch), itemsize(scratch)
-    dim, value_dim = p.dim, p.value_dim
-    q, s, alpha = part(scratch, plan.queries), part(scratch, plan.scores), part(scratch, plan.alpha)
-    k_block, v_block = part(scratch, plan.keys), part(scratch, plan.values)
-    bias, mask, staging = part(scratch, plan.bias), part(scratch, plan.mask), part(scratch, plan.staging)
-
-    b, h, first_row, tile_number = locate(p, plan, item)
-    q_at, k_at, v_at, out_at, lse_at, bias_at, mask_at, queries, keys, shift, row_index = operands(p, b, h)
-    rows = max(0, min(plan.block_q, queries - first_row))
-    tiles = (rows + width - 1) // width
-    slope = of_head(p.slopes, p.slope_batch, p.slope_head, b, h, 0.0)
-    sink = of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf)
-    scale = p.scale * of_head(p.k_scales, p.k_scale_batch, p.k_scale_head, b, h // p.k_group, 1.0)
-    v_scale = of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, h // p.v_group, 1.0)
-
-    state = scratch if p.state == 0 else pointer_like(scratch, p.state + tile_number * plan.state_bytes)
-    o, m, l = part(state, plan.output), part(state, plan.maximum), part(state, plan.total)
-    if p.state == 0:
-        start_rows(m, l, o, tiles, value_dim)
-    load_queries(
-        q, staging, q_at + first_row * p.q_row, rows, p.q_row, p.q_column, p.q_format, dim, saturated(q, scale)
-    )
-
-    position = first_row + shift
-    start, stop, _, _ = geometry.visible_keys(position, position + rows - 1, p.left, p.right, 0, keys)
-    # from a fixed multiple, so that the bits of a row don't depend on the rows that share its item
-    for block_start in range(start // plan.block_k * plan.block_k, stop, plan.block_k):
-        if read_flag(control + CANCEL) != 0:
+def attend_work_tile(p, launch, number, scratch, cancel):
+    """One work tile against all keys that it sees."""
+    work = start_work_tile(p, launch, number, scratch)
+    block = geometry.next_block(work.visible, 0, launch.block_k)
+    while block < work.visible.stop:
+        if read_flag(cancel) != 0:
             return
-        block_stop = min(block_start + plan.block_k, stop)
-        k, k_stride, v, v_stride = k_block, dim, v_block, value_dim
-        loaded, finite = False, -1  # K and V, when a tile needs them; whether V is finite, when that matters
-        for tile in range(tiles):
-            own_rows, top = min(width, rows - tile * width), position + tile * width
-            j0, j1, all0, all1 = keys_of_tile(p, top, own_rows, keys, block_start, block_stop)
-            n = j1 - j0
-            if n <= 0:
-                continue
-            row = first_row + tile * width
-            kept, has_bias, has_mask = load_terms(p, bias, mask, staging, bias_at, mask_at, row, own_rows, j0, n)
-            if not kept:
-                continue
-            if not loaded:
-                loaded = True
-                count = block_stop - block_start
-                k_from, v_from = k_at + block_start * p.k_row, v_at + block_start * p.v_row
-                k, k_stride = load_block(k_block, k_from, count, p.k_row, p.k_column, p.k_format, dim)
-                v, v_stride = load_block(v_block, v_from, count, p.v_row, p.v_column, p.v_format, value_dim)
-
-            multiply_keys(s, move(k, (j0 - block_start) * k_stride), k_stride, move(q, tile * width * dim), n, dim)
-            if p.softcap != 0.0:
-                softcap_scores(s, n, p.softcap)
-            apply_rules(p, s, bias, mask, has_bias, has_mask, slope, top, j0, n, all0, all1)
-
-            ahead = ahead_of(p, k_at, v_at, block_stop, tile)
-            scores_to_weights(s, move(m, tile * width), move(l, tile * width), alpha, n, ahead)
-            if p.keep_factor != 0.0:
-                i = row_index + row
-                drop_weights(s, n, i, p.key_index + j0, h, b, p.round_keys, p.drop_below, p.keep_factor)
-            tile_v, tile_o = move(v, (j0 - block_start) * v_stride), move(o, tile * width * value_dim)
-            hides = has_bias or has_mask or j0 < all0 or j1 > all1
-            if hides and finite < 0:
-                finite = all_finite(v, block_stop - block_start, value_dim, v_stride)
-            if hides and finite == 0:
-                first, last = top - p.left - j0, top + p.right - j0
-                codes = p.bias_format, p.mask_format
-                add_seen_values(
-                    tile_o, alpha, tile_v, v_stride, s, n, value_dim, first, last, bias, has_bias, mask, has_mask, codes
-                )
-            else:
-                add_values(tile_o, alpha, tile_v, v_stride, s, n, value_dim)
-
-    if p.out == 0:
-        return
-    out_rows, lse_rows = out_at + first_row * p.out_row, lse_at + first_row * size
-    for first in range(0, rows, width):
-        write_rows(
-            move(o, first * value_dim),
-            move(m, first),
-            move(l, first),
-            staging,
-            alpha,
-            min(width, rows - first),
-            value_dim,
-            out_rows + first * p.out_row,
-            p.out_row,
-            p.out_column,
-            p.out_format,
-            lse_rows + first * size,
-            sink,
-            v_scale,
-        )
-    if p.work_tiles == 0:
-        empty = min(plan.block_q, p.queries - first_row) - rows
-        out_rows, lse_rows = out_rows + rows * p.out_row, lse_rows + rows * size
-        write_empty_rows(staging, empty, value_dim, out_rows, p.out_row, p.out_column, p.out_format, lse_rows, sink)
+        attend_block(p, launch, work, scratch, block)
+        block = geometry.next_block(work.visible, block + launch.block_k, launch.block_k)
+    if p.out != 0:
+        write_work_tile(p, launch, work, scratch)
 
 
-def each_item(attend, control_at=control_at):
-    """The work of one thread: items until none is left or the call is cancelled.
+def each_work_tile(attend, launch_at=launch_at):
+    """The work of one thread: work tiles until none is left or the call is cancelled.
 
-    control_at: what makes the kernel's control block of an address; all start alike (`plan.HEADER`).
+    launch_at: what makes the kernel's launch parameters of an address; all start alike (`plan.HEADER`).
 
     To be compiled as a C function of three addresses for float32 and for float64, which `scratch` points to.
     """
 
-    def work(problem, control, scratch):
-        p, plan = problem_at(problem), control_at(control)
-        while read_flag(control + CANCEL) == 0:
-            item = take_ticket(control + TICKET)
-            if item >= plan.items:
+    def work(problem, parameters, scratch):
+        p, launch, cancel = problem_at(problem), launch_at(parameters), parameters + CANCEL
+        while read_flag(cancel) == 0:
+            number = next_tile(parameters + NEXT_TILE)
+            if number >= launch.tiles:
                 return
-            attend(p, plan, item, scratch, control)
+            attend(p, launch, number, scratch, cancel)
 
     return work
 
 
-forward = each_item(attend_rows)
+forward = each_work_tile(attend_work_tile)

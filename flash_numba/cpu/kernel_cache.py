@@ -19,7 +19,7 @@ from numba.core.serialize import dumps
 from .. import disk_cache
 from ..disk_cache import log, private_folder
 
-SOURCES = (*disk_cache.FORMULAS, "cpu/*.py")
+SOURCES = (*disk_cache.FORMULAS, "cpu/*.py", "cpu/ir/*.py")
 COMPILER_SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "ENABLE_AVX", "DEBUGINFO_DEFAULT")
 
 

@@ -1,8 +1,8 @@
 """Running a kernel: compile or load it, hand out threads and scratch, stay interruptible.
 
-A kernel is one serial C function of three addresses (problem, control, scratch). One thread calls it directly; several
-call it through one small parallel driver, which serves every kernel, and share the work items by tickets. Which thread
-computes an item changes nothing in the result.
+A kernel is one serial C function of three addresses (problem, launch parameters, scratch). One thread calls it
+directly; several call it through one small parallel driver, which serves every kernel, and each takes the next work
+tile when it is done with one. Which thread computes a work tile changes nothing in the result.
 """
 
 import ctypes
@@ -24,20 +24,21 @@ from ..addresses import address
 from ..call import Call
 from ..problem import PROBLEM, describe
 from .compile import MATH
+from .ir.registers import REGISTER_TILE
+from .ir.threads import call_worker
 from .kernel_cache import KernelCache
 from .plan import (
     CANCEL,
-    CONTROL,
+    LAUNCH_PARAMETERS,
     LINE,
-    TICKET,
-    Lanes,
+    NEXT_TILE,
+    SimdSizes,
     block_rows,
     has_few_queries,
     plan_decode,
     plan_forward,
     up_to,
 )
-from .simd import TILE, call_worker
 
 Progress = Callable[[int, int], None]
 
@@ -46,8 +47,8 @@ SERIAL_FLOPS = 2e6
 # FLOPs a thread does in 50 ms at most: longer calls run beside the calling thread, which waits and stays interruptible.
 WATCHED_FLOPS = 5e9
 
-CONTROL_AT = up_to(LINE, PROBLEM.itemsize)  # bytes from a call's problem to its control block
-WORKSPACE, FINISHED = ((CONTROL_AT + CONTROL.fields[name][1]) // 8 for name in ("workspace", "finished"))  # type: ignore[index]
+PARAMETERS_AT = up_to(LINE, PROBLEM.itemsize)  # bytes from a call's problem to its launch parameters
+WORKSPACE, FINISHED = ((PARAMETERS_AT + LAUNCH_PARAMETERS.fields[name][1]) // 8 for name in ("workspace", "finished"))  # type: ignore[index]
 
 SERIAL_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -96,10 +97,10 @@ def worker_address(name: str, dtype: np.dtype) -> int:
     return _workers[name, dtype]
 
 
-def drive(worker, problem, control, scratch, scratch_bytes, threads):
+def drive(worker, problem, parameters, scratch, scratch_bytes, threads):
     """Call the worker on every thread, each with scratch of its own."""
     for t in prange(threads):
-        call_worker(worker, problem, control, scratch + t * scratch_bytes)
+        call_worker(worker, problem, parameters, scratch + t * scratch_bytes)
 
 
 def parallel_driver():
@@ -114,24 +115,24 @@ def parallel_driver():
     return _driver
 
 
-def lanes_of(dtype: np.dtype) -> Lanes:
+def simd_sizes(dtype: np.dtype) -> SimdSizes:
     """What a plan has to know of the CPU, for float32 or float64."""
     real = numba.from_dtype(dtype)
-    return Lanes(TILE.register(real), TILE.width(real), dtype.itemsize)
+    return SimdSizes(REGISTER_TILE.register(real), REGISTER_TILE.width(real), dtype.itemsize)
 
 
-def rows_per_item(call: Call) -> int:
-    return block_rows(call.q.shape[-2], lanes_of(call.lse.dtype))
+def rows_per_work_tile(call: Call) -> int:
+    return block_rows(call.q.shape[-2], simd_sizes(call.lse.dtype))
 
 
 def new_state(call: Call) -> np.ndarray:
-    """The state of a stream before any key, for every tile of rows: (-inf, 0, 0), laid out as `plan.CONTROL` has it."""
+    """The state of a stream before any key, of each work tile: (-inf, 0, 0), laid out by `plan.LAUNCH_PARAMETERS`."""
     *batch, heads, queries, _ = call.q.shape
     dtype = call.lse.dtype
-    control = plan_forward(describe(call)[0], lanes_of(dtype))
-    block_q = int(control["block_q"])
-    state = np.zeros((math.prod(batch) * heads * -(-queries // block_q), int(control["state_bytes"])), np.uint8)
-    maximum = int(control["maximum"])
+    parameters = plan_forward(describe(call)[0], simd_sizes(dtype))
+    block_q = int(parameters["block_q"])
+    state = np.zeros((math.prod(batch) * heads * -(-queries // block_q), int(parameters["state_bytes"])), np.uint8)
+    maximum = int(parameters["maximum"])
     state[:, maximum : maximum + block_q * dtype.itemsize].view(dtype)[...] = -np.inf
     return state
 
@@ -141,44 +142,44 @@ class Launch(NamedTuple):
 
     worker: int  # address of the kernel
     serial: Callable[[int, int, int], None]  # the kernel as a Python function
-    words: np.ndarray  # the PROBLEM and the CONTROL record as 64-bit integers, each in whole cache lines
-    items: int
+    words: np.ndarray  # the PROBLEM and the LAUNCH_PARAMETERS record as 64-bit integers, each in whole cache lines
+    tiles: int  # work tiles
     scratch_bytes: int  # of a thread
-    groups: int  # of decode, where there are several shares of the keys: how many groups of heads
-    workspace_bytes: int  # for the states of all shares
+    groups: int  # of decode, where there are several KV splits: how many groups of heads
+    workspace_bytes: int  # for the states of all splits
     flops: float
 
 
 def choose_kernel(problem: np.ndarray, dtype: np.dtype) -> tuple[str, np.ndarray]:
-    """The kernel for a `problem.PROBLEM` record in float32 or float64, and its `plan.CONTROL` record."""
+    """The kernel for a `problem.PROBLEM` record in float32 or float64, and its `plan.LAUNCH_PARAMETERS` record."""
     if has_few_queries(problem):
-        return "decode", plan_decode(problem, lanes_of(dtype))
-    return "forward", plan_forward(problem, lanes_of(dtype))
+        return "decode", plan_decode(problem, simd_sizes(dtype))
+    return "forward", plan_forward(problem, simd_sizes(dtype))
 
 
 def prepare(problem: np.ndarray, dtype: np.dtype, flops: float) -> Launch:
     """Choose and compile the kernel for a `problem.PROBLEM` record in float32 or float64, and plan its work."""
-    name, control = choose_kernel(problem, dtype)
-    items, scratch, shares = int(control["items"]), int(control["end"]), int(control["shares"])
-    groups = items // shares if shares > 1 else 0
-    workspace_bytes = groups * shares * int(control["state_bytes"])
-    worker, words = worker_address(name, dtype), words_of(problem, control)
-    return Launch(worker, SERIAL_CALL(worker), words, items, scratch, groups, workspace_bytes, flops)
+    name, parameters = choose_kernel(problem, dtype)
+    tiles, scratch, splits = int(parameters["tiles"]), int(parameters["end"]), int(parameters["splits"])
+    groups = tiles // splits if splits > 1 else 0
+    workspace_bytes = groups * splits * int(parameters["state_bytes"])
+    worker, words = worker_address(name, dtype), words_of(problem, parameters)
+    return Launch(worker, SERIAL_CALL(worker), words, tiles, scratch, groups, workspace_bytes, flops)
 
 
-def words_of(problem: np.ndarray, control: np.ndarray) -> np.ndarray:
+def words_of(problem: np.ndarray, parameters: np.ndarray) -> np.ndarray:
     """A call's two records behind each other, as `Launch.words`."""
-    words = np.zeros(CONTROL_AT + up_to(LINE, control.itemsize), np.uint8)
-    for record, at in ((problem, 0), (control, CONTROL_AT)):
+    words = np.zeros(PARAMETERS_AT + up_to(LINE, parameters.itemsize), np.uint8)
+    for record, at in ((problem, 0), (parameters, PARAMETERS_AT)):
         words[at : at + record.itemsize] = np.frombuffer(record.tobytes(), np.uint8)
     return words.view(np.int64)
 
 
-def threads_for(flops: float, items: int) -> int:
+def threads_for(flops: float, tiles: int) -> int:
     """How many threads a call is worth."""
-    if flops <= SERIAL_FLOPS or items <= 1 or _forked:
+    if flops <= SERIAL_FLOPS or tiles <= 1 or _forked:
         return 1
-    return min(numba.get_num_threads(), items)
+    return min(numba.get_num_threads(), tiles)
 
 
 def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | None = None) -> None:
@@ -186,7 +187,7 @@ def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | N
 
     keep: those arrays and whatever else the problem points to; they live as long as a thread may write to them.
     """
-    threads = threads_for(launch.flops, launch.items)
+    threads = threads_for(launch.flops, launch.tiles)
     # one buffer: a call of a few microseconds notices every allocation
     size = launch.words.size
     buffer = np.empty(size + (threads * launch.scratch_bytes + LINE) // 8, np.int64)
@@ -195,7 +196,7 @@ def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | N
     words = buffer[first : first + size]
     words[:] = launch.words
     words[:5] = addresses
-    at = base + 8 * first, base + 8 * first + CONTROL_AT, base + 8 * (first + size)
+    at = base + 8 * first, base + 8 * first + PARAMETERS_AT, base + 8 * (first + size)
     if launch.groups:
         finished = np.zeros(launch.groups, np.int64)
         workspace = np.empty(launch.workspace_bytes + LINE, np.uint8)
@@ -215,23 +216,23 @@ def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | N
     if progress is None and (launch.flops <= WATCHED_FLOPS * threads or not in_main_thread()):
         call()
     else:
-        run_watched(call, words, launch.items, progress)
+        run_watched(call, words, launch.tiles, progress)
 
 
 def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def run_parallel(worker, problem, control, scratch, scratch_bytes, threads) -> None:
+def run_parallel(worker, problem, parameters, scratch, scratch_bytes, threads) -> None:
     driver = parallel_driver()
     if numba.threading_layer() == "workqueue":  # which aborts the process on concurrent calls
         with _workqueue_lock:
-            driver(worker, problem, control, scratch, scratch_bytes, threads)
+            driver(worker, problem, parameters, scratch, scratch_bytes, threads)
     else:
-        driver(worker, problem, control, scratch, scratch_bytes, threads)
+        driver(worker, problem, parameters, scratch, scratch_bytes, threads)
 
 
-def run_watched(call: Callable[[], None], words: np.ndarray, items: int, progress: Progress | None) -> None:
+def run_watched(call: Callable[[], None], words: np.ndarray, tiles: int, progress: Progress | None) -> None:
     """Make the call in a helper thread and wait for it here, where Ctrl-C can arrive; report progress meanwhile."""
     done = threading.Event()
     failure: list[BaseException] = []
@@ -249,13 +250,13 @@ def run_watched(call: Callable[[], None], words: np.ndarray, items: int, progres
         helper.start()
         while not done.wait(0.1):
             if progress is not None:
-                progress(min(int(words[(CONTROL_AT + TICKET) // 8]), items), items)
+                progress(min(int(words[(PARAMETERS_AT + NEXT_TILE) // 8]), tiles), tiles)
     except BaseException:
-        words[(CONTROL_AT + CANCEL) // 8] = 1
+        words[(PARAMETERS_AT + CANCEL) // 8] = 1
         if helper.ident is not None:
             done.wait()  # within milliseconds: every thread looks at the flag before each block of keys
         raise
     if failure:
         raise failure[0]
     if progress is not None:
-        progress(items, items)
+        progress(tiles, tiles)

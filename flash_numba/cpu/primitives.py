@@ -1,6 +1,6 @@
-"""What the words of `ops.py` mean on SIMD lanes, and the formulas that Numba may inline for them.
+"""What the primitive operations of `ops.py` mean on SIMD lanes, and the formulas that Numba may inline for them.
 
-Written in Python on `simd.Lanes`; literals take the lane's type. Float32 and float64 differ in polynomials only.
+Written in Python on `ir.lanes.Lanes`; literals take the lane's type. Float32 and float64 differ in polynomials only.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from numba.extending import overload, register_jitable
 from .. import dropout, dtypes, geometry, ops, recurrence, scores
 from ..ops import as_float, as_int
 from .compile import HelperCompiler
-from .simd import Lanes
+from .ir.lanes import Lanes
 
 INLINE = {"forceinline": True, "pipeline_class": HelperCompiler, "no_cfunc_wrapper": True}
 
@@ -21,10 +21,10 @@ def formulas(module):
     return [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
 
 
-def meaning(word, **by_dtype):
-    """Give a word its meaning on lanes, for each lane type."""
+def meaning(primitive, **by_dtype):
+    """Give a primitive operation its meaning on lanes, for each lane type."""
 
-    @overload(word, jit_options=INLINE, strict=False)
+    @overload(primitive, jit_options=INLINE, strict=False)
     def choose(*args):
         if isinstance(args[0], Lanes):
             return by_dtype.get(str(args[0].dtype))
@@ -141,7 +141,7 @@ meaning(ops.exp2, float32=exp2_float32, float64=exp2_float64)
 meaning(ops.tanh, float32=tanh_float32, float64=tanh_float64)
 meaning(ops.log2, float32=log2_float32, float64=log2_float64)
 
-# Whatever is written in these words alone compiles as it stands.
+# Whatever is written in these operations alone compiles as it stands.
 for _formula in (
     ops.maximum,
     *formulas(recurrence),

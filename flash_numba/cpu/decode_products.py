@@ -8,16 +8,18 @@ block small enough for the first cache.
 from numba import njit, types
 from numba.extending import overload
 
-from ..dtypes import BFLOAT16, FLOAT16
-from . import simd
+from ..dtypes import BFLOAT16
 from .compile import HELPER, STAGE
+from .formats import uint16_at
+from .ir.lanes import itemsize, register_width
+from .ir.memory import move, pointer_like, touch
+from .ir.products import dot_step, product_step
+from .ir.registers import REGISTER_TILE
+from .loading import load_padded, readable_as_stored, readable_in_place, row_address, stride_of
 from .plan import CONVERTED, LINE, ROWS
-from .rows import fetch_row, in_place, uint16_at
-from .simd import itemsize, move, pointer_like, register_width, touch
 
-HALF = simd.TILE.half
 # Query rows by registers of columns of a step for the values. With 16 registers, 4 x 4 would spill.
-TALL, WIDE = (4 if simd.TILE.rows * simd.TILE.vectors >= 16 else 2), 4
+TALL, WIDE = (4 if REGISTER_TILE.rows * REGISTER_TILE.vectors >= 16 else 2), 4
 LOW, LONG = TALL // 2, 8
 GROUP = 16  # keys whose values are read for all query rows while they are in the first cache
 
@@ -27,7 +29,7 @@ GROUP = 16  # keys whose values are read for all query rows while they are in th
 
 def keys_multiplier(stored=None):
     """A stage `S[row, key] = sum_t Q[row, t] K[key, t]` for K of the kernel's floats, or of what `stored` says."""
-    dots, row_dots = simd.dot_step(ROWS, stored), simd.dot_step(1, stored)
+    dots, row_dots = dot_step(ROWS, stored), dot_step(1, stored)
 
     @njit(**STAGE)
     def multiply_keys(s, s_stride, k, k_stride, q, rows, keys, dim):
@@ -51,14 +53,14 @@ def values_adder(stored=None):
     floats = stored is None
     longest = LONG if floats or TALL > 2 else WIDE  # of 16 registers, conversions would spill some
     tall, tall_1, low, long, wide, one = (
-        simd.product_step(rows, registers, across=False, blend="rows", stored=stored)
+        product_step(rows, registers, across=False, blend="rows", stored=stored)
         for rows, registers in ((TALL, WIDE), (TALL, 1), (LOW, LONG), (1, longest), (1, WIDE), (1, 1))
     )
 
     @njit(**STAGE)
     def add_values(o, o_stride, alpha, v, v_stride, s, s_stride, rows, keys):
         n = register_width(o)
-        # V's rows in the order of memory (see `simd.dot_step`); a format is better converted for more rows at once
+        # V's rows in the order of memory (see `dot_step`); a format is better converted for more rows at once
         in_order = floats and o_stride % (LONG * n) == 0
         scattered = floats and rows > 1 and o_stride > WIDE * n and not in_order
         group = GROUP if rows > 1 else keys
@@ -106,31 +108,11 @@ multiply_keys, add_values = keys_multiplier(), values_adder()
 # The stages that read a 16-bit format as it is stored; float16 only where the CPU converts it.
 multiply_bfloat16_keys, add_bfloat16_values = keys_multiplier("bfloat16"), values_adder("bfloat16")
 multiply_float16_keys, add_float16_values = multiply_bfloat16_keys, add_bfloat16_values
-if HALF:
+if REGISTER_TILE.half:
     multiply_float16_keys, add_float16_values = keys_multiplier("float16"), values_adder("float16")
 
 
 # -- in every format ---------------------------------------------------------------------------------------------------
-
-
-@njit(**STAGE)
-def load_padded(block, address, rows, row_stride, column_stride, code, columns, padded):
-    """Rows at an address into a block, each filled up with zeros to a whole number of registers."""
-    if columns == padded and row_stride == columns * column_stride:  # one long row
-        fetch_row(block, rows * columns, address, column_stride, code)
-        return
-    for j in range(rows):
-        row = move(block, j * padded)
-        fetch_row(row, columns, address + j * row_stride, column_stride, code)
-        for c in range(columns, padded):
-            row[c] = 0
-
-
-@njit(**HELPER)
-def as_stored(like, address, row_stride, column_stride, code):
-    """Whether float32 stages for 16-bit formats can read rows at an address."""
-    known = code == BFLOAT16 or (code == FLOAT16 and HALF)
-    return itemsize(like) == 4 and known and column_stride == 2 and address % 2 == 0 and row_stride % 2 == 0
 
 
 def multiply_stored_keys(s, s_stride, address, row_stride, code, q, rows, keys, dim):
@@ -174,38 +156,38 @@ def _add_stored_values(o, o_stride, alpha, address, row_stride, code, s, s_strid
 
 
 @njit(**HELPER)
-def multiply_keys_of_block(s, s_stride, block, address, row_stride, column_stride, code, q, rows, keys, dim, padded):
-    """The scores of a block of keys, read where they are if format and number allow, else through `block`.
+def multiply_keys_of_block(s, s_stride, block, k, first, q, rows, keys, padded):
+    """The scores of `keys` keys from key `first` on, read where they are if format and number allow, else through
+    `block`.
 
     Whole registers of scores are written; those beyond the last key are any numbers.
     """
     n, done = register_width(s), 0
-    if dim == padded:
+    if k.columns == padded:
         whole = keys // n * n
-        if in_place(block, address, row_stride, column_stride, code):
-            multiply_keys(s, s_stride, pointer_like(block, address), row_stride // itemsize(s), q, rows, whole, dim)
+        if readable_in_place(block, k, first, whole):
+            at = pointer_like(block, row_address(k, first))
+            multiply_keys(s, s_stride, at, stride_of(block, k), q, rows, whole, padded)
             done = whole
-        elif as_stored(block, address, row_stride, column_stride, code):
-            multiply_stored_keys(s, s_stride, address, row_stride, code, q, rows, whole, dim)
+        elif readable_as_stored(block, k, first, whole):
+            multiply_stored_keys(s, s_stride, row_address(k, first), k.row_stride, k.code, q, rows, whole, padded)
             done = whole
     for j in range(done, keys, CONVERTED):
         own = min(CONVERTED, keys - j)
-        load_padded(block, address + j * row_stride, own, row_stride, column_stride, code, dim, padded)
+        load_padded(block, k, first + j, own, padded)
         multiply_keys(move(s, j), s_stride, block, padded, q, rows, (own + n - 1) // n * n, padded)
 
 
 @njit(**HELPER)
-def add_values_of_block(
-    o, alpha, block, address, row_stride, column_stride, code, s, s_stride, rows, keys, value_dim, padded
-):
+def add_values_of_block(o, alpha, block, v, first, s, s_stride, rows, keys, padded):
     """The same for the output. alpha is 1 afterwards."""
-    if value_dim == padded and in_place(block, address, row_stride, column_stride, code):
-        v = pointer_like(block, address)
-        add_values(o, padded, alpha, v, row_stride // itemsize(o), s, s_stride, rows, keys)
-    elif value_dim == padded and as_stored(block, address, row_stride, column_stride, code):
-        add_stored_values(o, padded, alpha, address, row_stride, code, s, s_stride, rows, keys)
+    if v.columns == padded and readable_in_place(block, v, first, keys):
+        at = pointer_like(block, row_address(v, first))
+        add_values(o, padded, alpha, at, stride_of(o, v), s, s_stride, rows, keys)
+    elif v.columns == padded and readable_as_stored(block, v, first, keys):
+        add_stored_values(o, padded, alpha, row_address(v, first), v.row_stride, v.code, s, s_stride, rows, keys)
     else:
         for j in range(0, keys, CONVERTED):
             n = min(CONVERTED, keys - j)
-            load_padded(block, address + j * row_stride, n, row_stride, column_stride, code, value_dim, padded)
+            load_padded(block, v, first + j, n, padded)
             add_values(o, padded, alpha, block, padded, move(s, j), s_stride, rows, n)

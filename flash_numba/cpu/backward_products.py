@@ -6,17 +6,22 @@ other factor is a block of P or dS, (key, row).
 
 from numba import njit
 
-from . import simd
 from .compile import STAGE
-from .simd import address_of, move, prefetch, register_width
+from .formats import transpose
+from .ir.lanes import register_width
+from .ir.memory import address_of, move, prefetch
+from .ir.products import product_step
+from .ir.registers import REGISTER_TILE
 
-STEP = simd.TILE.rows
-PANEL = 1 << (simd.TILE.vectors.bit_length() - 1)  # vector registers of a step along the head dimension: divide it well
+STEP = REGISTER_TILE.rows
+PANEL = 1 << (
+    REGISTER_TILE.vectors.bit_length() - 1
+)  # vector registers of a step along the head dimension: divide it well
 key_step, key_step_narrow, key_step_1, key_step_1_narrow = (
-    simd.product_step(m, registers, across=False, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
+    product_step(m, registers, across=False, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
 )
 query_step, query_step_narrow, query_step_1, query_step_1_narrow = (
-    simd.product_step(m, registers, across=True, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
+    product_step(m, registers, across=True, blend="sum") for m in (STEP, 1) for registers in (PANEL, 1)
 )
 
 
@@ -99,3 +104,35 @@ def add_seen(c, c_stride, a, weights, m_stride, k_stride, b, b_stride, count, de
                     total[column] += a[at] * b[k * b_stride + column]
         for column in range(columns):
             c[m * c_stride + column] += total[column]
+
+
+@njit(**STAGE)
+def fill(to, count, value):
+    for i in range(count):
+        to[i] = value
+
+
+@njit(**STAGE)
+def add_bias_gradient(to, row_stride, column_stride, staging, gradients, stride, rows, keys):
+    """dS of a row tile onto the bias's gradient; a stride of 0 is an axis that the bias repeats along."""
+    transpose(staging, keys, gradients, stride, keys, rows)
+    if column_stride == 0:
+        for r in range(rows):
+            total = staging[r * keys]
+            for j in range(1, keys):
+                total += staging[r * keys + j]
+            to[r * row_stride] += total
+        return
+    if row_stride == 0:
+        for r in range(1, rows):
+            for j in range(keys):
+                staging[j] += staging[r * keys + j]
+        rows = 1
+    for r in range(rows):
+        row = move(to, r * row_stride)
+        if column_stride == 1:
+            for j in range(keys):
+                row[j] += staging[r * keys + j]
+        else:
+            for j in range(keys):
+                row[j * column_stride] += staging[r * keys + j]

@@ -1,10 +1,10 @@
-"""Rows of any element format in and out of a kernel's own floats, converted on the way.
+"""Element formats on the CPU: rows of any format in and out of a kernel's own floats, converted on the way.
 
-Whole rows of the usual formats go through plain loops, which LLVM vectorises; strided columns and foreign byte order
-are read and written one element at a time.
+What the formats mean stands in `dtypes.py`. Whole rows of the usual formats go through plain loops, which LLVM
+vectorises; strided columns and foreign byte order are read and written one element at a time.
 """
 
-from math import inf
+from math import inf, nan
 
 import numpy as np
 from numba import njit, types
@@ -17,9 +17,12 @@ from ..dtypes import (
     FLOAT8_E5M2,
     FLOAT16,
     FLOAT32,
+    FLOAT32_MAX,
     FLOAT64,
+    FLOAT64_MAX,
     SWAPPED,
     bfloat16_to_float32,
+    element_kind,
     float8_e4m3fn_to_float32,
     float8_e5m2_to_float32,
     float16_to_float32,
@@ -28,7 +31,8 @@ from ..dtypes import (
 )
 from ..ops import as_float, as_int
 from .compile import HELPER, STAGE
-from .simd import itemsize, lane, move, pointer_to, real, register_width, scalar, swap_bytes, transpose_block
+from .ir.lanes import itemsize, lane, real, register_width, scalar
+from .ir.memory import move, pointer_to, swap_bytes, transpose_block
 
 uint8_at = pointer_to(types.uint8)
 uint16_at = pointer_to(types.uint16)
@@ -38,7 +42,7 @@ float32_at = pointer_to(types.float32)
 float64_at = pointer_to(types.float64)
 
 BITS16 = 0xFFFF
-HIGHEST, HIGHEST_64 = 3.4028234663852886e38, 1.7976931348623157e308  # finite float32 and float64
+NAN16 = 0x7FFF  # a NaN in float16 and in bfloat16
 
 
 @njit(**HELPER)
@@ -50,8 +54,10 @@ def half_bits(address, i, swapped):
 @njit(**HELPER)
 def saturated(like, x):
     """A number in the kernel's format, within its finite range."""
-    highest = HIGHEST if itemsize(like) == 4 else HIGHEST_64
-    return real(like, max(-highest, min(highest, x)))
+    highest = FLOAT32_MAX if itemsize(like) == 4 else FLOAT64_MAX
+    if x > highest:  # not min and max, which Numba compiles for floats besides those for integers: 30 ms a kernel
+        x = highest
+    return real(like, x if x > -highest else -highest)
 
 
 @njit(**HELPER)
@@ -67,9 +73,9 @@ def byte_bits(address, i):
 
 @njit(**HELPER)
 def read_float32(address, code):
-    """One element as float32."""
+    """One element as float32; NaN for a format that isn't known."""
     swapped = code & SWAPPED
-    kind = code & (SWAPPED - 1)
+    kind = element_kind(code)
     if kind == BOOL:
         return np.float32(uint8_at(address)[0] != 0)
     if kind == FLOAT8_E4M3FN:
@@ -78,26 +84,28 @@ def read_float32(address, code):
         return scalar(float8_e5m2_to_float32(byte_bits(address, 0)))
     if kind == FLOAT64:  # of a bias: only an infinity may become one
         wide = read_double(address, swapped)
-        if HIGHEST < abs(wide) < inf:
-            wide = HIGHEST if wide > 0 else -HIGHEST
+        if FLOAT32_MAX < abs(wide) < inf:
+            wide = FLOAT32_MAX if wide > 0 else -FLOAT32_MAX
         return np.float32(wide)
     if kind == FLOAT32:
         bits = int32_at(address)[0]
         return scalar(as_float(lane(swap_bytes(bits) if swapped else bits)))
     if kind == FLOAT16:
         return scalar(float16_to_float32(half_bits(address, 0, swapped)))
-    return scalar(bfloat16_to_float32(half_bits(address, 0, swapped)))
+    if kind == BFLOAT16:
+        return scalar(bfloat16_to_float32(half_bits(address, 0, swapped)))
+    return np.float32(nan)
 
 
 @njit(**HELPER)
 def read_float64(address, code):
-    if code & (SWAPPED - 1) == FLOAT64:
+    if element_kind(code) == FLOAT64:
         return read_double(address, code & SWAPPED)
     return np.float64(read_float32(address, code))  # a mask or a bias of another format
 
 
 @njit(**STAGE)
-def fetch_row_float32(row, n, address, stride, code):
+def load_row_float32(row, n, address, stride, code):
     """n elements at an address, `stride` bytes apart, into a row of floats."""
     if code == FLOAT32 and stride == 4:
         for c in range(n):
@@ -123,7 +131,7 @@ def fetch_row_float32(row, n, address, stride, code):
 
 
 @njit(**STAGE)
-def fetch_row_float64(row, n, address, stride, code):
+def load_row_float64(row, n, address, stride, code):
     if code == FLOAT64 and stride == 8:
         for c in range(n):
             row[c] = float64_at(address)[c]
@@ -133,49 +141,57 @@ def fetch_row_float64(row, n, address, stride, code):
 
 
 @njit(**HELPER)
-def half_of(x, kind):
-    half = float32_to_float16(lane(x)) if kind == FLOAT16 else float32_to_bfloat16(lane(x))
-    return np.uint16(scalar(half) & BITS16)
+def float16_bits(x):
+    return np.uint16(scalar(float32_to_float16(lane(x))) & BITS16)
+
+
+@njit(**HELPER)
+def bfloat16_bits(x):
+    return np.uint16(scalar(float32_to_bfloat16(lane(x))) & BITS16)
 
 
 @njit(**STAGE)
-def write_row_float32(address, stride, code, row, n):
+def store_row_float32(address, stride, code, row, n):
     """A row of floats out, `stride` bytes apart, in the given format."""
     if code == FLOAT32 and stride == 4:
         for c in range(n):
             float32_at(address)[c] = row[c]
     elif code == FLOAT16 and stride == 2:
         for c in range(n):
-            uint16_at(address)[c] = half_of(row[c], FLOAT16)
+            uint16_at(address)[c] = float16_bits(row[c])
     elif code == BFLOAT16 and stride == 2:
         for c in range(n):
-            uint16_at(address)[c] = half_of(row[c], BFLOAT16)
+            uint16_at(address)[c] = bfloat16_bits(row[c])
     else:
         swapped = code & SWAPPED
-        kind = code & (SWAPPED - 1)
+        kind = element_kind(code)
         for c in range(n):
             to = address + c * stride
             if kind == FLOAT32:
                 bits = scalar(as_int(lane(row[c])))
                 int32_at(to)[0] = swap_bytes(bits) if swapped else bits
             else:
-                half = half_of(row[c], kind)
+                half = np.uint16(NAN16)  # for a format that isn't known
+                if kind == FLOAT16:
+                    half = float16_bits(row[c])
+                elif kind == BFLOAT16:
+                    half = bfloat16_bits(row[c])
                 uint16_at(to)[0] = swap_bytes(half) if swapped else half
 
 
 @njit(**STAGE)
-def write_row_float64(address, stride, code, row, n):
+def store_row_float64(address, stride, code, row, n):
     for c in range(n):
         bits = scalar(as_int(lane(row[c])))
         int64_at(address + c * stride)[0] = swap_bytes(bits) if code & SWAPPED else bits
 
 
-def fetch_row(row, n, address, stride, code):
+def load_row(row, n, address, stride, code):
     """n elements at an address, `stride` bytes apart and in the format `code`, into a row of the kernel's floats."""
     raise NotImplementedError
 
 
-def write_row(address, stride, code, row, n):
+def store_row(address, stride, code, row, n):
     """A row of the kernel's floats to an address, `stride` bytes apart and in the format `code`."""
     raise NotImplementedError
 
@@ -188,15 +204,15 @@ def in_place(like, address, row_stride, column_stride, code):
     return code == own and column_stride == size and address % size == 0 and row_stride % size == 0
 
 
-@overload(fetch_row, jit_options=HELPER)
-def _fetch_row(row, n, address, stride, code):
-    chosen = fetch_row_float32 if row.dtype == types.float32 else fetch_row_float64
+@overload(load_row, jit_options=HELPER)
+def _load_row(row, n, address, stride, code):
+    chosen = load_row_float32 if row.dtype == types.float32 else load_row_float64
     return lambda row, n, address, stride, code: chosen(row, n, address, stride, code)
 
 
-@overload(write_row, jit_options=HELPER)
-def _write_row(address, stride, code, row, n):
-    chosen = write_row_float32 if row.dtype == types.float32 else write_row_float64
+@overload(store_row, jit_options=HELPER)
+def _store_row(address, stride, code, row, n):
+    chosen = store_row_float32 if row.dtype == types.float32 else store_row_float64
     return lambda address, stride, code, row, n: chosen(address, stride, code, row, n)
 
 
