@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
     threads: int  # of a thread block
     shared_bytes: int  # of dynamic shared memory
     grid: Callable[[Any], tuple[int, int, int]]  # thread blocks, of an `ARGUMENTS` record
-    rows: int  # query rows of a thread block: what a table of tiles is cut by
+    rows: int  # query rows of a thread block: of a table of work tiles
     blocks: int = 1  # thread blocks that a multiprocessor should hold at least: bounds the registers of a thread
 
 

@@ -50,13 +50,14 @@ int32, int64 = types.int32, types.int64
 ROWS = 2 if SIMULATED else 8  # at most, of a thread block
 THREADS = (8,) if SIMULATED else (128, 64, 32)  # which cost the simulator most
 SPLIT_KEYS, SPLITS = 16 if SIMULATED else 256, 64  # the least keys of a KV split, and about the most splits
+RESERVED = 1024  # bytes of shared memory that each thread block takes besides its own
 BLOCKS = 3  # on a multiprocessor, where they have room: one computes while others wait for memory
 
 
 def build(tiling):
     """The kernel for one tiling."""
     real, itemsize, (rows, threads) = tiling.accumulator.real, tiling.accumulator.itemsize, tiling.block
-    across, key_groups, s_stride = tiling.across, tiling.key_groups, tiling.score_stride
+    key_groups, s_stride = tiling.key_groups, tiling.score_stride
     s_at, alpha_at, n_outputs = tiling.scores // itemsize, tiling.alpha // itemsize, tiling.columns * rows
     row_block_of, row_of_thread = row_block_finder(tiling), row_finder(tiling)
     load_queries, copy_keys, copy_values = query_loader(tiling), key_copier(tiling), value_copier(tiling)
@@ -78,7 +79,6 @@ def build(tiling):
         s, o = local_array(rows, real), local_array(n_outputs, real)
         for n in range(n_outputs):
             o[n] = real(0.0)
-        column, key_group = t % across, t // across
 
         j0 = next_block(visible, visible.start, threads)
         copy_keys(raw, p, keys_of, j0, visible.stop - j0, t)
@@ -104,18 +104,18 @@ def build(tiling):
             wait_for_all_but_last_copies()
             barrier()  # V is there, and the weights
             rescale(o, shared)
-            if key_group < key_groups:
+            if row.key_group < key_groups:
                 hides = p.bias != 0 or p.mask != 0 or keys_of.queries < p.queries
                 if hides or block_state(visible, j0, j0 + threads) != FULL:
-                    add_seen_values(o, shared, raw, column, key_group)
+                    add_seen_values(o, shared, raw, row.column, row.key_group)
                 else:
-                    add_values(o, shared, raw, column, key_group)
+                    add_values(o, shared, raw, row.column, row.key_group)
             barrier()
             copy_values(raw, p, keys_of, following, visible.stop - following, t)
             j0 = following
 
         wait_for_copies()
-        finish(p, shared, block, o, m, l, row, column, key_group, t)
+        finish(p, shared, block, row, o, m, l, t)
 
     return attend
 
@@ -135,7 +135,7 @@ def row_blocks(problem: np.ndarray, rows: int) -> int:
 
 
 def splits(problem: np.ndarray) -> tuple[int, int]:
-    """Into how many KV splits the keys are cut, and the keys of each: a matter of their number alone."""
+    """How many KV splits there are, and the keys of each: a matter of the number of keys alone."""
     keys = max(1, int(problem["keys"]))
     split_keys = up_to(SPLIT_KEYS, -(-keys // SPLITS))
     return -(-keys // split_keys), split_keys
@@ -212,5 +212,5 @@ def specialise(problem: np.ndarray, cc: tuple[int, int]) -> Kernel:
         return row_blocks(record, block.rows) * int(record["splits"]), 1, 1
 
     name = "-".join(map(str, ("decode", of.accumulator.real, of.dim, of.value_dim, *of.formats, *block)))
-    resident = min(BLOCKS, shared_limit(cc) // (of.end + 1024)) if block.threads == 128 else 1
+    resident = min(BLOCKS, shared_limit(cc) // (of.end + RESERVED)) if block.threads == 128 else 1
     return Kernel(name, build(of), block.threads, of.end, grid, block.rows, resident)

@@ -74,9 +74,9 @@ def head_and_query(p, row):
 
 @device
 def row_of(p, block, n):
-    """`(head, query)` of row n of a row block: the last head's for one that isn't there."""
+    """`(head, query)` of row n of a row block."""
     h, i = head_and_query(p, block.first_row + n)
-    return head_of(p, block.b, min(block.h + h, p.heads - 1)), i
+    return head_of(p, block.b, block.h + h), i
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -221,30 +221,32 @@ def value_products(tiling):
 
 
 class Row(NamedTuple):
-    """The row whose scores a thread weighs together with others, and the thread's number among those."""
+    """What a thread does: it weighs scores of a row together with others, and adds up columns of some keys' values."""
 
     r: int  # of the row block
-    u: int
+    u: int  # the thread's number among those of the row
     i: int  # query
     first: int  # the keys that it sees; none where there is no such row
     last: int
     slope: float
+    column: int  # of V's chunks of 16 bytes, the thread's first
+    key_group: int  # whose keys' values the thread takes
 
 
 def row_finder(tiling):
     """A function for the `Head` and the `Row` of thread t."""
-    (rows, threads), real = tiling.block, tiling.accumulator.real
+    (rows, threads), real, across = tiling.block, tiling.accumulator.real, tiling.across
     of_row = threads // rows
 
     @device
     def row_of_thread(p, block, visible, t):
         r, u = t // of_row, t % of_row
-        head, i = row_of(p, block, r)
+        head, i = row_of(p, block, min(r, block.rows - 1))
         first, last = row_keys(p, head, i)
         first, last = max(first, visible.start), min(last, visible.stop - 1)
         if r >= block.rows or i >= head.queries:
             last = first - 1
-        return head, Row(r, u, i, first, last, real(head.slope))
+        return head, Row(r, u, i, first, last, real(head.slope), t % across, t // across)
 
     return row_of_thread
 

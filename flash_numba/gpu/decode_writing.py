@@ -35,7 +35,8 @@ def gatherer(tiling):
 
     def row(n):
         @device
-        def gather(o, shared, column, key_group, t):
+        def gather(o, shared, row, t):
+            column, key_group = row.column, row.key_group
             if n > 0:
                 barrier()
             if key_group < key_groups:
@@ -57,7 +58,7 @@ def gatherer(tiling):
 
 
 def finisher(tiling):
-    """A function of (p, shared, block, o, m, l, row, column, key_group, t), after the last block of keys.
+    """A function of (p, shared, block, row, o, m, l, t), after the last block of keys.
 
     It sums l and O over threads, and writes the rows of the row block. Where the keys are split, it leaves this split's
     state, and the thread block that is the last to do so merges all and writes.
@@ -69,12 +70,12 @@ def finisher(tiling):
     is_last, write_element = countdown(tiling), element_writer(tiling)
 
     @device
-    def finish(p, shared, block, o, m, l, row, column, key_group, t):
+    def finish(p, shared, block, row, o, m, l, t):
         l = sum_of_row(shared, l, t)
         if row.u == 0:
             put(shared, maximum_at + row.r, m)
             put(shared, total_at + row.r, l)
-        gather_rows(o, shared, column, key_group, t)
+        gather_rows(o, shared, row, t)
         barrier()
         states = p.workspace + (block.group * block.of_blocks + block.n) * p.splits * rows * state_bytes
         if p.splits > 1:

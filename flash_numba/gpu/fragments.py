@@ -8,7 +8,7 @@ with columns.
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint32
 
@@ -74,6 +74,15 @@ def tile_copy(tiling, rows, address_of):
 # -- score, recur ------------------------------------------------------------------------------------------------------
 
 
+class RowState(NamedTuple):
+    """Arrays with a number for each of the thread's rows; l is of this thread's keys only."""
+
+    m: Any
+    l: Any
+    ref: Any  # of the block in work
+    alpha: Any
+
+
 def key_product(tiling):
     """S = Q K^T"""
     mma = ptx.mma_float16 if tiling.code == FLOAT16 else ptx.mma_bfloat16
@@ -102,7 +111,7 @@ def key_product(tiling):
 
 
 def value_product(tiling, has_dropout):
-    """Weights P, l += sum of P, O += P V: a function of (o, s, l, ref, alpha, scale, v_at, p, head, part).
+    """Weights P, l += sum of P, O += P V: a function of (o, s, state, scale, v_at, p, head, part).
 
     Weights are made just before they are needed, 16 keys at a time, so that few are alive at once. They stand where a
     left operand has to, so they go from registers to registers.
@@ -114,15 +123,16 @@ def value_product(tiling, has_dropout):
     score, drop_weights = fragment_indexer(pairs), dropout_of_fragments(tiling)
 
     @device
-    def add_values_of_16(d, o, s, l, ref, alpha, scale, v_at, p, head, part):
+    def add_values_of_16(d, o, s, state, scale, v_at, p, head, part):
         a = cuda.local.array(a_size, int32)
         for r in range(2 * fragments):
             for n in range(2 * d, 2 * d + 2):
                 i = score(r, n)
-                w0 = recurrence.weight(lane(s[i]) * lane(scale), lane(ref[r]))
-                w1 = recurrence.weight(lane(s[i + 1]) * lane(scale), lane(ref[r]))
-                first = d == 0 and n == 0  # then l is brought to the block's maximum
-                l[r] = scalar(recurrence.absorb(lane(l[r]), lane(alpha[r] if first else float32(1)), w0 + w1))
+                w0 = recurrence.weight(lane(s[i]) * lane(scale), lane(state.ref[r]))
+                w1 = recurrence.weight(lane(s[i + 1]) * lane(scale), lane(state.ref[r]))
+                # l is brought to the block's maximum with the block's first weights
+                alpha = state.alpha[r] if d == 0 and n == 0 else float32(1)
+                state.l[r] = scalar(recurrence.absorb(lane(state.l[r]), lane(alpha), w0 + w1))
                 s[i], s[i + 1] = scalar(w0), scalar(w1)
         for f in range(fragments):
             for n in range(2):
@@ -159,20 +169,20 @@ def sum_of_row(x):
 
 
 def rescaling(tiling):
-    """A function of (s, o, m, ref, alpha, scale) that takes scores times `scale` into m, and brings O to it."""
+    """A function of (s, o, state, scale) that takes scores times `scale` into m, and brings O to it."""
     columns, value_columns, rows = tiling.keys // 8, tiling.dim // 8, 2 * tiling.fragments
     score, value = fragment_indexer(columns), fragment_indexer(value_columns)
 
     @device
-    def rescale_row(r, s, o, m, ref, alpha, scale):
+    def rescale_row(r, s, o, state, scale):
         top = larger(s[score(r, 0)], s[score(r, 0) + 1])
         for n in range(1, columns):
             top = larger(top, larger(s[score(r, n)], s[score(r, n) + 1]))
-        m_new, own_ref, own_alpha = recurrence.advance(lane(m[r]), lane(largest_of_row(top)) * lane(scale))
-        m[r], ref[r], alpha[r] = scalar(m_new), scalar(own_ref), scalar(own_alpha)
+        m_new, ref, alpha = recurrence.advance(lane(state.m[r]), lane(largest_of_row(top)) * lane(scale))
+        state.m[r], state.ref[r], state.alpha[r] = scalar(m_new), scalar(ref), scalar(alpha)
         for n in range(value_columns):
             for i in range(value(r, n), value(r, n) + 2):
-                o[i] *= alpha[r]
+                o[i] *= scalar(alpha)
 
     return unrolled(rows, rescale_row)
 

@@ -25,7 +25,7 @@ from .fragments import (
 )
 from .ir import ptx
 from .ir.memory import store_float32
-from .loading import head_of, query_address
+from .loading import head_of, query_address, row_keys
 from .nonfinite import query_signs, row_attention, row_test
 from .primitives import device, lane, scalar
 from .rules import Rules
@@ -97,14 +97,12 @@ def notes(tiling):
 
     @device
     def write_notes(shared, p, head, first_row, rows, visible):
-        position = first_row + head.shift
         ptx.store_shared_long(place_of(shared, K_AT), head.k)
         ptx.store_shared_long(place_of(shared, V_AT), head.v)
-        ptx.store_shared_long(place_of(shared, POSITION), position)
+        ptx.store_shared_long(place_of(shared, POSITION), first_row + head.shift)
         write_four(shared, VISIBLE, visible)
-        write_four(
-            shared, TILE, Tile(bound(p.left - position), bound(p.right + position), int32(rows), int32(head.keys))
-        )
+        first, last = row_keys(p, head, first_row)
+        write_four(shared, TILE, Tile(bound(-first), bound(last), int32(rows), int32(head.keys)))
 
     @device
     def noted_keys(shared):
@@ -116,12 +114,12 @@ def notes(tiling):
 
     @device
     def noted_visible(shared):
-        start, stop, full_start, full_stop = ptx.load_shared_words(place_of(shared, VISIBLE))
+        start, stop, full_start, full_stop = ptx.load_shared_four(place_of(shared, VISIBLE))
         return VisibleKeys(start, stop, full_start, full_stop)
 
     @device
     def noted_tile(shared):
-        left, right, rows, keys = ptx.load_shared_words(place_of(shared, TILE))
+        left, right, rows, keys = ptx.load_shared_four(place_of(shared, TILE))
         return Tile(left, right, rows, keys)
 
     @device
@@ -336,8 +334,8 @@ def row_writer(tiling, rules, work_tile):
                 row, piece = i // pieces, i % pieces
                 finite = not is_redone(rows, row) or rows.warp_row + row >= rows.there
                 if finite and rows.warp_row + row < rows.written:
-                    w, x, y, z = ptx.load_shared_words(int32(rows.shared + row * pitch + piece * PIECE))
-                    ptx.store_words(rows.out + (rows.warp_row + row) * p.out_row + piece * PIECE, w, x, y, z)
+                    w, x, y, z = ptx.load_shared_four(int32(rows.shared + row * pitch + piece * PIECE))
+                    ptx.store_four(rows.out + (rows.warp_row + row) * p.out_row + piece * PIECE, w, x, y, z)
         if rows.redone != 0:
             for row in range(min(warp_rows, rows.there - rows.warp_row)):
                 if is_redone(rows, row):

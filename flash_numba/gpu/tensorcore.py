@@ -17,7 +17,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ..dtypes import ALL_CODES, BFLOAT16, FLOAT16, FLOAT32
 from ..geometry import FAR, FULL, block_state, next_block
 from .compile import Kernel
-from .fragments import key_product, rescaling, tile_copy, value_product
+from .fragments import RowState, key_product, rescaling, tile_copy, value_product
 from .ir import ptx
 from .loading import head_of, key_address, listed_work_tile, tile_keys, value_address
 from .primitives import device
@@ -87,6 +87,7 @@ def attention_kernel(tiling, rules):
         s, o = cuda.local.array(s_size, float32), cuda.local.array(o_size, float32)
         m, l = cuda.local.array(row_count, float32), cuda.local.array(row_count, float32)
         ref, alpha = cuda.local.array(row_count, float32), cuda.local.array(row_count, float32)
+        state = RowState(m, l, ref, alpha)
         if ptx.thread_index() == 0:
             write_notes(shared, p, head, first_row, rows, visible)
         scale = load_queries(shared, p, head, first_row, rows)
@@ -117,9 +118,9 @@ def attention_kernel(tiling, rules):
             if active:
                 apply_rules(p, s, shared, head, first_row, key, scale, masked)
                 factor = float32(1) if has_rules else scale
-                rescale(s, o, m, ref, alpha, factor)
+                rescale(s, o, state, factor)
                 part = dropout_part(p, shared, first_row, key)
-                add_values(o, s, l, ref, alpha, factor, matrices.v, p, head, part)
+                add_values(o, s, state, factor, matrices.v, p, head, part)
             key = following
 
         write_rows(p, o, m, l, shared)

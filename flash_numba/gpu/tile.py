@@ -86,7 +86,9 @@ def build(tiling, formats):
 # -- which kernel for which call ---------------------------------------------------------------------------------------
 
 # As many rows and keys a thread as registers and shared memory have room for. Two thread blocks of 128 threads fill a
-# multiprocessor's registers at 255 a thread, three at 168.
+# multiprocessor's registers at 255 a thread, which is the most there may be, and three at 168.
+MOST_REGISTERS = 255
+REGISTERS_OF_THREE = 160  # less than 168, as `TileTiling.registers` is an estimate
 THREAD_TILES = {
     4: (ThreadTile(4, 8), ThreadTile(2, 8), ThreadTile(2, 4), ThreadTile(1, 4)),
     8: (ThreadTile(4, 4), ThreadTile(2, 4), ThreadTile(1, 4)),
@@ -101,7 +103,7 @@ def choose_tiling(problem: np.ndarray, cc: tuple[int, int]) -> TileTiling | None
     if SIMULATED:
         return tile_tiling(accumulator, SIMULATED_THREAD_TILE, *dims)
     tilings = [tile_tiling(accumulator, thread_tile, *dims) for thread_tile in THREAD_TILES[accumulator.itemsize]]
-    fitting = (t for t in tilings if t.registers <= 255 and t.shared_bytes <= shared_limit(cc))
+    fitting = (t for t in tilings if t.registers <= MOST_REGISTERS and t.shared_bytes <= shared_limit(cc))
     return next(fitting, None)
 
 
@@ -125,7 +127,7 @@ def specialise(problem: np.ndarray, cc: tuple[int, int]) -> Kernel:
     tiling = choose_tiling(problem, cc)
     assert tiling is not None
     formats = tuple(int(problem[f"{name}_format"]) for name in "qkv")
-    blocks = 3 if tiling.registers <= 160 else 2
+    blocks = 3 if tiling.registers <= REGISTERS_OF_THREE else 2
     parts = "tile", tiling.accumulator.real, tiling.dim, tiling.value_dim, *formats, *tiling.thread_tile
     name = "-".join(map(str, parts))
     return Kernel(name, build(tiling, formats), tiling.threads, tiling.shared_bytes, grid, tiling.block_q, blocks)

@@ -1,4 +1,4 @@
-"""How a thread block shares a tile of queries and a block of keys, and what a multiprocessor has room for."""
+"""What kernels compute in, how the tile kernel cuts its work, and what a multiprocessor has room for."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,6 +41,9 @@ class ThreadTile(NamedTuple):
     threads_x: int = 8
 
 
+OTHER_REGISTERS = 64  # of a thread of the tile kernel: addresses, bounds and what a product is working on
+
+
 class TileTiling(NamedTuple):
     """What follows from a `ThreadTile` and the head dimensions. Sizes and places in shared memory count numbers."""
 
@@ -74,7 +77,7 @@ class TileTiling(NamedTuple):
         """About how many a thread needs: scores, output, operands, and what the rest takes."""
         rows, vector = self.thread_tile.rows, self.accumulator.vector
         numbers = rows * (self.thread_tile.keys + self.parts * self.vectors * vector + vector + 2) + vector
-        return numbers * self.accumulator.itemsize // 4 + 64
+        return numbers * self.accumulator.itemsize // 4 + OTHER_REGISTERS
 
 
 def tile_tiling(accumulator: Accumulator, thread_tile: ThreadTile, dim: int, value_dim: int) -> TileTiling:
