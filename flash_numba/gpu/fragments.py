@@ -191,11 +191,11 @@ def rescaling(tiling):
 
 
 class Part(NamedTuple):
-    """Where a thread's scores of a block stand: its first row and first key, and the last ones that there are."""
+    """Where a thread's scores of a block stand, in 32-bit integers: registers are scarce there."""
 
-    row: int  # of the sequence
+    row: int  # of the sequence, the thread's first, and the last one that there is
     last_row: int
-    key: int
+    key: int  # and likewise
     last_key: int
     position: float  # of the row, counted from the key
     group: int  # of four random words that the key belongs to
@@ -212,11 +212,11 @@ def tile_rules(tiling, rules):
     @device
     def apply_to_pair(g, p, s, head, scale, slope, part):
         r, n = g // columns, g % columns
-        row = min(part.row + r * 8, part.last_row)
+        row = int32(min(int32(part.row + r * 8), part.last_row))
         bias_row, mask_row = head.bias + row * p.bias_row, head.mask + row * p.mask_row
         position = part.position + float32(r * 8)
         for e in range(2):
-            i, j = score(r, n) + e, min(part.key + n * 8 + e, part.last_key)
+            i, j = score(r, n) + e, int32(min(int32(part.key + n * 8 + e), part.last_key))
             bias, mask = bias_row + j * p.bias_column, mask_row + j * p.mask_column
             s[i], _ = rule((s[i] * scale, True), p, At(slope, position, float32(n * 8 + e), bias, mask))
 

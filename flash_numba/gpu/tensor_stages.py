@@ -222,8 +222,9 @@ def block_rules(tiling, rules):
     @device
     def part_of(p, shared, first_row, key):
         tile, (own_row, own_key) = noted_tile(shared), own_row_and_key(key)
+        row, last_row = int32(first_row + own_row), int32(first_row + tile.rows - 1)
         position, group = float32(noted_position(shared) + own_row - own_key), int32((p.key_index + own_key) >> 2)
-        return Part(first_row + own_row, first_row + tile.rows - 1, own_key, tile.keys - 1, position, group)
+        return Part(row, last_row, own_key, int32(tile.keys - 1), position, group)
 
     @device
     def no_part(p, shared, first_row, key):
