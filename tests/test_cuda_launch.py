@@ -352,7 +352,7 @@ def test_the_key_follows_every_source(tmp_path, monkeypatch):
     monkeypatch.setattr(cubins, "__file__", str(package / "gpu" / "cubins.py"))
     seen = {cubins.digest()}
     files = [path for pattern in cubins.SOURCES for path in package.glob(pattern)]
-    assert {"recurrence.py", "scores.py", "forward.py", "tensorcore.py", "ptx.py"} <= {path.name for path in files}
+    assert {"recurrence.py", "scores.py", "tile.py", "tensorcore.py", "ptx.py"} <= {path.name for path in files}
     for path in files:
         with path.open("a") as file:
             file.write("# changed\n")

@@ -148,19 +148,19 @@ def key_product(tiling):
         tiling.q // tiling.accumulator.itemsize,
     )
     size, _, convert_k = vector_reader(tiling.accumulator, tiling.formats[0])
-    k_chunks, k_vectors, k_words = tiling.dim * BYTES[tiling.formats[0]] // 16, 16 // size, size // 4
+    k_chunks, k_vectors, per_vector = tiling.dim * BYTES[tiling.formats[0]] // 16, 16 // size, size // 4
     multiply = dot_step(rows, tiling.dim)
 
     @device
     def multiply_key(s, shared, raw, t):
         """s[row] = sum_t Q[row, t] K[key, t] for this thread's key."""
-        words, values = local_array(4, int32), local_array(vector, real)
+        line, values = local_array(4, int32), local_array(vector, real)
         for r in range(rows):
             s[r] = real(0.0)
         for chunk in range(k_chunks):
-            take(words, 0, raw, k_at + t * k_stride + chunk * 4)
+            take(line, 0, raw, k_at + t * k_stride + chunk * 4)
             for n in range(k_vectors):
-                convert_k(values, words, n * k_words)
+                convert_k(values, line, n * per_vector)
                 multiply(s, shared, q_at + (chunk * k_vectors + n) * vector, values)
 
     return multiply_key
@@ -175,46 +175,46 @@ def value_products(tiling):
     v_size, _, convert_v = vector_reader(tiling.accumulator, tiling.formats[1])
     v_vectors, n_weights = 16 // v_size, rows * vector
 
-    def absorb_vector(key, chunk, n, seen):
+    def vector_adder(key, chunk, n, seen):
         """O += P V for one of the keys that are read together and for one vector of the columns."""
         add = outer_step(rows, vector, (chunk * v_vectors + n) * vector * rows, key, seen)
-        words_before = n * v_size // 4
+        before = n * v_size // 4
 
         @device
-        def absorb(o, p, words, values):
-            convert_v(values, words, words_before)
+        def add_in(o, p, line, values):
+            convert_v(values, line, before)
             add(o, p, values)
 
-        return absorb
+        return add_in
 
-    def absorb_chunk(key, chunk, seen):
-        absorb_vectors = in_turn([absorb_vector(key, chunk, n, seen) for n in range(v_vectors)])
+    def chunk_adder(key, chunk, seen):
+        add_vectors = in_turn([vector_adder(key, chunk, n, seen) for n in range(v_vectors)])
         short = (chunk + 1) * across > v_chunks
 
         @device
-        def absorb(o, p, words, values, raw, j, column):
+        def add_in(o, p, line, values, raw, j, column):
             if not short or chunk * across + column < v_chunks:
-                take(words, 0, raw, v_at + (j + key) * v_stride + (chunk * across + column) * 4)
-                absorb_vectors(o, p, words, values)
+                take(line, 0, raw, v_at + (j + key) * v_stride + (chunk * across + column) * 4)
+                add_vectors(o, p, line, values)
 
-        return absorb
+        return add_in
 
-    def absorber(seen):
+    def adder(seen):
         """A function for O[row, c] += sum_j P[row, j] V[j, c] over this thread's keys and columns."""
         keys_and_chunks = [(key, chunk) for key in range(vector) for chunk in range(chunks)]
-        absorb_keys = in_turn([absorb_chunk(key, chunk, seen) for key, chunk in keys_and_chunks])
+        add_keys = in_turn([chunk_adder(key, chunk, seen) for key, chunk in keys_and_chunks])
 
         @device
-        def absorb(o, shared, raw, column, group):
-            words, values, p = local_array(4, int32), local_array(vector, real), local_array(n_weights, real)
+        def add_in(o, shared, raw, column, group):
+            line, values, p = local_array(4, int32), local_array(vector, real), local_array(n_weights, real)
             for j in range(group * vector, threads, key_groups * vector):
                 for r in range(rows):
                     take(p, r * vector, shared, s_at + r * s_stride + j)
-                absorb_keys(o, p, words, values, raw, j, column)
+                add_keys(o, p, line, values, raw, j, column)
 
-        return absorb
+        return add_in
 
-    return absorber(False), absorber(True)
+    return adder(False), adder(True)
 
 
 # -- score, recur ------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def build(tiling, formats):
     load_queries, multiply_keys = query_loader(tiling, formats[0], of_queries), key_product(tiling, formats[1])
     load_operand, load_first_operand = operand_loaders(tiling)
     apply_rules, weigh, drop_weights = tile_rules(tiling, load_operand), weigher(tiling), dropout_stage(tiling)
-    absorb_values, write_rows = value_product(tiling, formats[2]), row_writer(tiling)
+    add_values, write_rows = value_product(tiling, formats[2]), row_writer(tiling)
 
     def attend(p):
         shared = cuda.shared.array(0, real, alignment=SHARED_ALIGNMENT)
@@ -75,7 +75,7 @@ def build(tiling, formats):
                         barrier()
                         drop_weights(p, shared, head, tile.first_row, j0, t)
                     t = fresh(int64(thread_index()))
-                    absorb_values(p, o, shared, head, values_source, tile, block, t)
+                    add_values(p, o, shared, head, values_source, tile, block, t)
             j0 = next_block(visible, j0 + block_k, block_k)
 
         write_rows(p, shared, o, m, l, int64(thread_index()))

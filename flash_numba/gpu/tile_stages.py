@@ -231,7 +231,7 @@ def value_part(tiling, form, n, mark_hidden):
             multiply_seen(o, shared, p_row + j, v_column + j * columns)
 
     @device
-    def absorb(p, o, shared, head, source, tile, block, t):
+    def add_part(p, o, shared, head, source, tile, block, t):
         if n > 0:
             barrier()
         part = Part(block.j0, block.first, block.stop, begin, left)
@@ -243,7 +243,7 @@ def value_part(tiling, form, n, mark_hidden):
         else:
             add_values(o, shared, tile.p_row, tile.v_column)
 
-    return absorb
+    return add_part
 
 
 def hidden_marker(tiling):
