@@ -31,12 +31,10 @@ def philox(c0, c1, c2, c3, keys):
     return c0, c1, c2, c3
 
 
-def word_of_key(words, j):
+def word_of_key(word_0, word_1, word_2, word_3, j):
     """The random word of key j, one of the four that its counter gives: number j & 3."""
-    word_0, word_1, word_2, word_3 = words
-    low = select((j & 1) == 0, word_0, word_1)
-    high = select((j & 1) == 0, word_2, word_3)
-    return select((j & 2) == 0, low, high)
+    even, odd = select((j & 2) == 0, word_0, word_2), select((j & 2) == 0, word_1, word_3)
+    return select((j & 1) == 0, even, odd)
 
 
 def kept(word, threshold):

@@ -1,19 +1,23 @@
 """Threads, forks, Ctrl-C, memory, and the kernel cache on disk."""
 
+import importlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
+from types import ModuleType
 
 import numba
 import numpy as np
 import pytest
 
-from flash_numba import attention
+from flash_numba import attention, code_digest
 from flash_numba.cpu import kernel_cache
 
 POSIX = hasattr(os, "fork")
@@ -236,23 +240,90 @@ def test_a_folder_others_can_write_to_is_not_used(tmp_path, monkeypatch):
     assert kernel_cache.private_folder() is None
 
 
-def test_digest_follows_every_kernel_source(tmp_path, monkeypatch):
-    """A change to any file that a kernel is compiled from gives another key."""
-    package = tmp_path / "flash_numba"
-    source = kernel_cache.Path(kernel_cache.__file__).parent.parent
-    for path in source.rglob("*.py"):
-        copy = package / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    monkeypatch.setattr(kernel_cache, "__file__", str(package / "cpu" / "kernel_cache.py"))
-    seen = {kernel_cache.digest()}
-    files = [path for pattern in kernel_cache.SOURCES for path in package.glob(pattern)]
-    assert {"recurrence.py", "dropout.py", "forward.py", "simd.py"} <= {path.name for path in files}
-    for path in files:
-        with path.open("a") as file:
-            file.write("# changed\n")
-        seen.add(kernel_cache.digest())
-    assert len(seen) == 1 + len(files)
+FORWARD = "flash_numba.cpu.forward"
+PRINT_DIGEST = f"import {FORWARD}; from flash_numba.cpu import kernel_cache; print(kernel_cache.digest('{FORWARD}'))"
+
+
+def digest_in_new_process(path, code=PRINT_DIGEST):
+    environment = os.environ | {"PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    elsewhere = Path(path).parent  # as what lies in the working directory would be imported first
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, cwd=elsewhere, capture_output=True, text=True, check=True).stdout
+
+
+def copy_of_package(to):
+    """Where the library's files are copied to, as something that isn't on the path yet."""
+    source = Path(kernel_cache.__file__).parent.parent
+    shutil.copytree(source, to / "flash_numba", ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+def change_a_formula(folder):
+    path = folder / "flash_numba" / "recurrence.py"
+    text = path.read_text()
+    assert "return LN2 * (m + " in text
+    path.write_text(text.replace("return LN2 * (m + ", "return LN2 * (2 * m + "))
+
+
+def test_digest_follows_every_module_that_a_kernel_is_made_of(monkeypatch):
+    importlib.import_module(FORWARD)
+    modules = code_digest.modules_of(FORWARD)
+    names = {name.removeprefix("flash_numba.") for name in modules}
+    assert {"recurrence", "scores", "geometry", "dropout", "dtypes", "ops", "cpu.forward", "cpu.loading"} <= names
+    assert {"cpu.rules", "cpu.operands", "cpu.formats", "cpu.primitives", "cpu.ir.lanes", "cpu.ir.products"} <= names
+    before = kernel_cache.digest(FORWARD)
+    assert kernel_cache.digest(FORWARD) == before
+    for name in modules:
+        module = sys.modules[name]
+        with monkeypatch.context() as change:
+            change.setattr(module, "ONE_MORE_CONSTANT", 1.5, raising=False)
+            assert kernel_cache.digest(FORWARD) != before, name
+        functions = [f for f in map(code_digest.function_of, vars(module).values()) if f and f.__module__ == name]
+        for function in functions:
+            code = function.__code__
+            with monkeypatch.context() as change:
+                change.setattr(function, "__code__", code.replace(co_consts=(*code.co_consts, "one more")))
+                assert kernel_cache.digest(FORWARD) != before, function
+    assert kernel_cache.digest(FORWARD) == before
+
+
+def test_digest_follows_what_a_function_has_closed_over():
+    def made(rows):
+        def step(x):
+            return x * rows
+
+        return step
+
+    module = ModuleType("flash_numba.made")
+    made.__module__ = "flash_numba.made"
+    seen = set()
+    with pytest.MonkeyPatch.context() as change:
+        change.setitem(sys.modules, "flash_numba.made", module)
+        for rows in (4, 8, 8.0):
+            module.step = made(rows)
+            module.step.__module__ = "flash_numba.made"
+            seen.add(code_digest.of_code("flash_numba.made", ()))
+    assert len(seen) == 3
+
+
+def test_digest_is_of_the_code_in_memory(tmp_path):
+    """Not of source files, which may have been edited since: the next process would be served what they say no more."""
+    package = copy_of_package(tmp_path / "files")
+    before = digest_in_new_process(package)
+    edit = f"import {FORWARD}; open({str(package / 'flash_numba' / 'recurrence.py')!r}, 'a').write('more = 1'); "
+    assert digest_in_new_process(package, edit + PRINT_DIGEST) == before
+    assert digest_in_new_process(package) != before
+
+
+def test_digest_of_a_package_in_an_archive(tmp_path):
+    """Where there are no source files to look at."""
+    package = copy_of_package(tmp_path / "files")
+    first = shutil.make_archive(str(tmp_path / "first"), "zip", package)
+    change_a_formula(package)
+    second = shutil.make_archive(str(tmp_path / "second"), "zip", package)
+    assert digest_in_new_process(first) == digest_in_new_process(first)
+    assert digest_in_new_process(first) != digest_in_new_process(second)
+    assert digest_in_new_process(second) == digest_in_new_process(package)
 
 
 def test_import_starts_neither_numba_nor_the_kernels():

@@ -326,7 +326,7 @@ def test_rounding_factor_is_an_exponential(dtype):
 
 def test_each_key_has_a_word_of_its_counter():
     j, words = np.arange(9), [np.full(9, n) for n in (10, 11, 12, 13)]
-    np.testing.assert_array_equal(dropout.word_of_key(words, j), 10 + j % 4)
+    np.testing.assert_array_equal(dropout.word_of_key(*words, j), 10 + j % 4)
 
 
 def test_integer_lanes_count_rows():

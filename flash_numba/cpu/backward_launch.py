@@ -17,6 +17,8 @@ from .backward_plan import chained_tiles, plan_backward
 from .launch import Progress
 from .plan import SimdSizes, up_to
 
+GRADIENT_FLOPS = 2.5  # over the forward's: five matrix products where it has two
+
 
 def run(grad: GradCall, progress: Progress | None = None) -> None:
     """Fill the gradients of a call in, whose arrays hold 0."""
@@ -75,7 +77,7 @@ def run_kernel(grad, dk, dv, delta, simd: SimdSizes, progress: Progress | None) 
             scratch_bytes=int(parameters["end"]),
             groups=0,
             workspace_bytes=0,
-            flops=2.5 * flops(call),
+            flops=GRADIENT_FLOPS * flops(call),
         ),
         tuple(problem[name] for name in ("q", "k", "v", "out", "lse")),
         [grad, dk, dv, delta, alive, gradients, gradients_alive, table, done],
@@ -89,7 +91,7 @@ def is_shared(dbias: np.ndarray | None, call: Call) -> bool:
 
 
 def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
-    """A sink has a share of each of its rows' weights, but no value: its derivative is the sum of -share * delta."""
+    """A sink has a probability in each of its rows, p, but no value: its derivative is the sum of -p * delta."""
     call = grad.call
     assert grad.dsinks is not None
     assert call.sinks is not None
@@ -109,8 +111,8 @@ def fill_sink_gradients(grad: GradCall, delta: np.ndarray) -> None:
             if not np.isfinite(own_delta).all():  # dout may hold anything where a row sees no key
                 out = call.out.reshape(-1, *call.out.shape[-3:])[at]
                 own_delta = np.where((own_lse <= sink) & ~(out != 0).any(axis=-1), of_lse[at], own_delta)
-            share = recurrence.probability(sink, own_lse)
-            own[:] = recurrence.score_gradient(share, 0, own_delta).sum(axis=-1)
+            p = recurrence.probability(sink, own_lse)
+            own[:] = recurrence.score_gradient(p, 0, own_delta).sum(axis=-1)
 
 
 def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.ndarray, list]:
@@ -123,9 +125,9 @@ def describe_gradients(grad: GradCall, dk, dv, delta: np.ndarray) -> tuple[np.nd
     stand_ins: dict[str, Any] = {
         name: getattr(call, name) if array is None else array for name, array in arrays.items()
     }
-    terms = [] if grad.dbias is None else [np.broadcast_to(grad.dbias, call.operands[0].shape)]
+    operands = [] if grad.dbias is None else [np.broadcast_to(grad.dbias, call.operands[0].shape)]
     none: dict[str, Any] = dict.fromkeys(("slopes", "sinks", "k_scales", "v_scales"))
-    problem, alive = describe(replace(call, **stand_ins, **none, out=grad.dout, lse=delta, operands=terms))
+    problem, alive = describe(replace(call, **stand_ins, **none, out=grad.dout, lse=delta, operands=operands))
     for name, array in arrays.items():
         if array is None:
             problem[name] = 0

@@ -81,7 +81,7 @@ def first_state_of(launch, group, scratch):
     return pointer_like(scratch, launch.workspace + group * launch.splits * launch.state_bytes)
 
 
-@njit(**HELPER)
+@njit(forceinline=True, **HELPER)
 def head_of_row(p, head, r):
     """The query head of packed row r, where `head` is the group's first."""
     return head_of(p, head.b, head.h + r // p.queries)

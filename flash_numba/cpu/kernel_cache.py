@@ -1,7 +1,7 @@
 """Compiled CPU kernels on disk (`disk_cache.py`), in place of Numba's own cache.
 
 That one misses for kernels that hold intrinsics, and its key leaves out functions in other files. Here the key has the
-digest of every source file that a kernel is made of, the versions, and the CPU.
+digest of all code that a kernel is made of (`code_digest.py`), the versions, and the CPU.
 """
 
 import pickle
@@ -16,27 +16,27 @@ from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from .. import disk_cache
+from .. import code_digest, disk_cache
 from ..disk_cache import log, private_folder
 
-SOURCES = (*disk_cache.FORMULAS, "cpu/*.py", "cpu/ir/*.py")
 COMPILER_SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "ENABLE_AVX", "DEBUGINFO_DEFAULT")
 
 
-def digest() -> str:
-    """Of the sources that kernels are compiled from, and of everything else that changes the code."""
+def digest(module: str) -> str:
+    """Of the code that a module's kernel is compiled from, and of everything else that changes the machine code."""
     settings = [str(getattr(config, name, None)) for name in COMPILER_SETTINGS]
     facts = numba.__version__, llvmlite.__version__, np.__version__, sys.version, settings
-    return disk_cache.digest_of(Path(__file__).parent.parent, SOURCES, facts)
+    return code_digest.of_code(module, facts)
 
 
 class KernelCache(_Cache):
     """Numba's cache interface over one folder of kernels."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, module: str) -> None:
+        """module: which the kernel is defined in."""
         self._name = name
         self._folder = private_folder()
-        self._digest = digest()
+        self._digest = digest(module)
 
     cache_path = property(lambda self: str(self._folder))
 

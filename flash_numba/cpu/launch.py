@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core.ccallback import CFunc
 
 from ..addresses import address
@@ -25,8 +25,8 @@ from ..call import Call
 from ..problem import PROBLEM, describe
 from .compile import MATH
 from .ir.registers import REGISTER_TILE
-from .ir.threads import call_worker
 from .kernel_cache import KernelCache
+from .parallel import drive
 from .plan import (
     CANCEL,
     LAUNCH_PARAMETERS,
@@ -89,7 +89,7 @@ def worker_address(name: str, dtype: np.dtype) -> int:
             signature = types.void(types.intp, types.intp, types.CPointer(numba.from_dtype(dtype)))
             function = getattr(importlib.import_module(f"flash_numba.cpu.{name}"), name)
             kernel = CFunc(function, (signature.args, signature.return_type), locals={}, options=MATH)
-            kernel._cache = KernelCache(f"{name}_{dtype}")  # type: ignore[attr-defined]
+            kernel._cache = KernelCache(f"{name}_{dtype}", function.__module__)  # type: ignore[attr-defined]
             with collector_paused():
                 kernel.compile()
             assert kernel.address is not None
@@ -97,18 +97,12 @@ def worker_address(name: str, dtype: np.dtype) -> int:
     return _workers[name, dtype]
 
 
-def drive(worker, problem, parameters, scratch, scratch_bytes, threads):
-    """Call the worker on every thread, each with scratch of its own."""
-    for t in prange(threads):
-        call_worker(worker, problem, parameters, scratch + t * scratch_bytes)
-
-
 def parallel_driver():
     global _driver, _launched
     if _driver is None:
         with _lock:
             driver = njit(parallel=True, nogil=True)(drive)
-            driver._cache = KernelCache("drive")
+            driver._cache = KernelCache("drive", drive.__module__)
             driver.compile(types.void(*[types.intp] * 6))
             driver.disable_compile()
             _driver, _launched = driver, True

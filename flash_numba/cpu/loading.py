@@ -60,9 +60,9 @@ def head_number(address, batch_stride, head_stride, b, h, default):
     return float64_at(address + b * batch_stride + h * head_stride)[0]
 
 
-@njit(**HELPER)
+@njit(forceinline=True, **HELPER)
 def head_of(p, b, h):
-    """Head h of batch element or packed sequence b."""
+    """Head h of batch element or packed sequence b. Inlined, where nothing is left of what isn't used."""
     k_head, v_head = h // p.k_group, h // p.v_group
     if p.sequences != 0:
         own = sequence_at(p.sequences + b * SEQUENCE_BYTES)

@@ -137,9 +137,13 @@ def tanh_float64(x):
     return ops.select(x < 0.0, -y, y)
 
 
-meaning(ops.exp2, float32=exp2_float32, float64=exp2_float64)
-meaning(ops.tanh, float32=tanh_float32, float64=tanh_float64)
-meaning(ops.log2, float32=log2_float32, float64=log2_float64)
+MEANINGS = {
+    ops.exp2: {"float32": exp2_float32, "float64": exp2_float64},
+    ops.tanh: {"float32": tanh_float32, "float64": tanh_float64},
+    ops.log2: {"float32": log2_float32, "float64": log2_float64},
+}
+for _primitive, _by_dtype in MEANINGS.items():
+    meaning(_primitive, **_by_dtype)
 
 # Whatever is written in these operations alone compiles as it stands.
 for _formula in (

@@ -101,6 +101,12 @@ def rows_of_keys(s, keys):
     return keys
 
 
+@njit(forceinline=True, **HELPER)
+def drop_key(s, at, first, keys, word, threshold, factor):
+    if at >= first and at < keys:
+        store(ops.select(dropout.kept(word, threshold), load(s, at) * factor, 0.0), s, at)
+
+
 @njit(**STAGE)
 def drop_from_rows(s, keys, row_index, key_index, h, b, round_keys, threshold, factor):
     """Dropout: weights of dropped keys to 0, of kept ones times 1 / (1 - p). Four keys share a counter."""
@@ -111,13 +117,15 @@ def drop_from_rows(s, keys, row_index, key_index, h, b, round_keys, threshold, f
     j = 0
     while j < keys:
         group = (key_index + j) >> 2
-        words = dropout.philox(zero + np.int32(group), i, zero + np.int32(h), zero + np.int32(b), round_keys)
-        for w in range(4):
-            at = group * 4 + w - key_index
-            if at >= j and at < keys:
-                word = dropout.word_of_key(words, w)
-                store(ops.select(dropout.kept(word, threshold), load(s, at) * factor, 0.0), s, at)
-        j = group * 4 + 4 - key_index
+        word_0, word_1, word_2, word_3 = dropout.philox(
+            zero + np.int32(group), i, zero + np.int32(h), zero + np.int32(b), round_keys
+        )
+        at = group * 4 - key_index  # of the key whose word is the first one
+        drop_key(s, at, j, keys, word_0, threshold, factor)
+        drop_key(s, at + 1, j, keys, word_1, threshold, factor)
+        drop_key(s, at + 2, j, keys, word_2, threshold, factor)
+        drop_key(s, at + 3, j, keys, word_3, threshold, factor)
+        j = at + 4
 
 
 # -- lanes are keys ----------------------------------------------------------------------------------------------------
@@ -164,8 +172,10 @@ def drop_from_keys(s, keys, row_index, key_index, h, b, round_keys, threshold, f
     zero = lane_numbers(s, 0) & 0
     for n in range(rows_of_lanes(s, keys)):
         j = lane_numbers(s, 0) + np.int32(key_index + n * width)
-        words = dropout.philox(j >> 2, zero + np.int32(row_index), zero + np.int32(h), zero + np.int32(b), round_keys)
-        word = dropout.word_of_key(words, j)
+        word_0, word_1, word_2, word_3 = dropout.philox(
+            j >> 2, zero + np.int32(row_index), zero + np.int32(h), zero + np.int32(b), round_keys
+        )
+        word = dropout.word_of_key(word_0, word_1, word_2, word_3, j)
         store(ops.select(dropout.kept(word, threshold), load(s, n) * factor, 0.0), s, n)
 
 

@@ -255,10 +255,12 @@ def dropout_of_fragments(tiling):
     @device
     def drop_weights(g, p, s, head, part):
         f, n, own_half = g // columns, g % columns, int32(ptx.thread_index() & 1)
-        words = random_words(p, head, part.row + f * 16 + own_half * 8, part.group + n * 2)
+        row, group = part.row + f * 16 + own_half * 8, part.group + n * 2
+        word_0, word_1, word_2, word_3 = random_words(p, head, row, group)
         for e in range(2):
-            j = int32(own_half * 2 + e)  # of this thread's first key among the four; the other one's is j ^ 2
-            own, other = dropout.word_of_key(words, lane(j)), dropout.word_of_key(words, lane(int32(j ^ 2)))
+            j = int32(own_half * 2 + e)  # this thread's key among the four; the other thread's is j ^ 2
+            own = dropout.word_of_key(word_0, word_1, word_2, word_3, lane(j))
+            other = dropout.word_of_key(word_0, word_1, word_2, word_3, lane(int32(j ^ 2)))
             other = lane(cuda.shfl_xor_sync(ALL_LANES, scalar(other), 1))
             for half in range(2):
                 i = g * 4 + half * 2 + e

@@ -200,6 +200,7 @@ def weight_dropout(real):
     @device
     def dropped(p, head, w, i, j):
         key = p.key_index + j
-        return with_word(p, w, dropout.word_of_key(random_words(p, head, i, key >> 2), key))
+        word_0, word_1, word_2, word_3 = random_words(p, head, i, key >> 2)
+        return with_word(p, w, dropout.word_of_key(word_0, word_1, word_2, word_3, key))
 
     return with_word, dropped

@@ -191,12 +191,13 @@ def dropout_stage(tiling):
         first_key = p.key_index + j0
         for n in range(t, all_groups, threads):
             row, group = n // groups, (first_key >> 2) + n % groups
-            words = random_words(p, head, first_row + row, group)
+            word_0, word_1, word_2, word_3 = random_words(p, head, first_row + row, group)
             for e in range(4):
                 j = group * 4 + e - first_key
                 if j >= 0 and j < block_k:
                     at = p_at + row * p_stride + j
-                    put(shared, at, with_word(p, get(shared, at), dropout.word_of_key(words, e)))
+                    word = dropout.word_of_key(word_0, word_1, word_2, word_3, e)
+                    put(shared, at, with_word(p, get(shared, at), word))
 
     return drop_weights
 

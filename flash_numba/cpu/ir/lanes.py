@@ -156,23 +156,37 @@ def comparison(sign):
     return elementwise(emit)
 
 
-for _fn, _inplace, _names in (
-    (operator.add, operator.iadd, ("fadd", "add")),
-    (operator.sub, operator.isub, ("fsub", "sub")),
-    (operator.mul, operator.imul, ("fmul", "mul")),
-    (operator.truediv, operator.itruediv, ("fdiv", None)),
-    (operator.and_, operator.iand, (None, "and_")),
-    (operator.or_, operator.ior, (None, "or_")),
-    (operator.xor, operator.ixor, (None, "xor")),
-    (operator.lshift, operator.ilshift, (None, "shl")),
-    (operator.rshift, operator.irshift, (None, "ashr")),
-):
-    register_operator(_fn, 2, same_lanes, arithmetic(*_names))
-    register_operator(_inplace, 2, same_lanes, arithmetic(*_names))
-for _fn, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
-    register_operator(getattr(operator, _fn), 2, mask_lanes, comparison(_sign))
+def choose(builder, lanes, mask, x, y):
+    return builder.select(mask, x, y)
+
+
+# Constants, as everything that decides what is compiled (`code_digest.py`).
+ARITHMETIC = {  # on floats, on integers
+    (operator.add, operator.iadd): ("fadd", "add"),
+    (operator.sub, operator.isub): ("fsub", "sub"),
+    (operator.mul, operator.imul): ("fmul", "mul"),
+    (operator.truediv, operator.itruediv): ("fdiv", None),
+    (operator.and_, operator.iand): (None, "and_"),
+    (operator.or_, operator.ior): (None, "or_"),
+    (operator.xor, operator.ixor): (None, "xor"),
+    (operator.lshift, operator.ilshift): (None, "shl"),
+    (operator.rshift, operator.irshift): (None, "ashr"),
+}
+COMPARISONS = {
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.eq: "==",
+    operator.ne: "!=",
+}
+for _operators, _names in ARITHMETIC.items():
+    for _operator in _operators:
+        register_operator(_operator, 2, same_lanes, arithmetic(*_names))
+for _operator, _sign in COMPARISONS.items():
+    register_operator(_operator, 2, mask_lanes, comparison(_sign))
 register_operator(operator.neg, 1, same_lanes, arithmetic("fneg", "neg"))
-register_operator(ops.select, 3, select_lanes, elementwise(lambda b, lanes, mask, x, y: b.select(mask, x, y)))
+register_operator(ops.select, 3, select_lanes, elementwise(choose))
 
 
 def emit_mul_high(builder, lanes, x, y):

@@ -74,7 +74,7 @@ def give_way(typingctx):
 
 
 @intrinsic
-def call_worker(typingctx, function, problem, control, scratch):
+def call_worker(typingctx, function, problem, parameters, scratch):
     """Call the C function `void f(int64, int64, int64)` at an address."""
 
     def codegen(context, builder, sig, args):
