@@ -14,10 +14,7 @@ from .ir.memory import give, local_array, put
 from .ir.ptx import fresh
 from .loading import head_of, query_address, work_tile
 from .primitives import device
-from .rules import (
-    operand_of,
-    operand_rules,
-)
+from .rules import operand_of, operand_rules
 from .threads import barrier_or, block_index
 
 int32, int64 = types.int32, types.int64
@@ -46,9 +43,9 @@ class WorkTile(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of keys."""
+    """A block of keys that some row of the work tile sees."""
 
-    j0: int  # its first
+    j0: int  # its first key
     first: int  # the keys from first to stop are visible, counted from there
     stop: int
     partly: bool  # whether some row doesn't see all of it

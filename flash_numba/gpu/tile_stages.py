@@ -38,13 +38,8 @@ def key_product(tiling, form):
     """A function for S[row, key] = sum_t Q[row, t] K[key, t], K a piece of the dimensions after the other."""
     rows, keys, threads_y, threads_x = tiling.thread_tile
     real, vector, n_scores = tiling.accumulator.real, tiling.accumulator.vector, rows * keys
-    kv_at, dim, piece, padded, whole = (
-        tiling.kv_at,
-        tiling.dim,
-        tiling.piece,
-        tiling.padded,
-        tiling.dim == tiling.padded,
-    )
+    kv_at, dim, piece, padded = tiling.kv_at, tiling.dim, tiling.piece, tiling.padded
+    whole = dim == padded
     sizes = tiling.block_k, piece, tiling.k_stride, tiling.threads
     load_keys = tile_loader(tiling.accumulator, form, *sizes, key_address)
     multiply = score_step(rows, keys, threads_y * tiling.q_stride, threads_x * tiling.k_stride)
@@ -66,7 +61,10 @@ def key_product(tiling, form):
 
 
 def tile_rules(tiling, load_operand):
-    """All rules for a thread's scores of a block: whether the operands leave any key; arguments as those below."""
+    """A function of (True, p, s, shared, tile, block, t) for a block's scores: whether the operands leave any key.
+
+    Each stage goes through all scores of the thread, as barriers stand between the operands.
+    """
     return in_order(
         softcap_stage(tiling), alibi_stage(tiling), operand_stage(tiling, load_operand), position_stage(tiling)
     )
