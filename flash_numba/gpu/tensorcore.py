@@ -95,13 +95,13 @@ def attention_kernel(tiling, rules):
             o[i] = float32(0)
         for r in range(row_count):
             m[r], l[r] = float32(-inf), float32(0)
-        key, stop = int32(next_block(visible, visible.start, block_keys)), visible.stop
+        key = int32(next_block(visible, visible.start, block_keys))
         copy_keys(matrices.k_tile, p, head, key, int32(head.keys - key))
         ptx.commit_copies()
-        if key >= stop:
+        if key >= visible.stop:
             wait_for_tile()  # the queries are still on their way to where the output goes
 
-        while key < stop:
+        while key < visible.stop:
             wait_for_tile()
             copy_values(matrices.v_tile, p, noted_values(shared), key, noted_tile(shared).keys - key)
             ptx.commit_copies()
@@ -111,8 +111,9 @@ def attention_kernel(tiling, rules):
                 multiply_keys(s, matrices.q, matrices.k)
 
             wait_for_tile()
-            following = int32(next_block(noted_visible(shared), int32(key + block_keys), block_keys))
-            if following < stop:
+            visible = noted_visible(shared)
+            following = int32(next_block(visible, int32(key + block_keys), block_keys))
+            if following < visible.stop:
                 copy_keys(matrices.k_tile, p, noted_keys(shared), following, noted_tile(shared).keys - following)
                 ptx.commit_copies()
             if active:
@@ -121,7 +122,8 @@ def attention_kernel(tiling, rules):
                 rescale(s, o, state, factor)
                 part = dropout_part(p, shared, first_row, key)
                 add_values(o, s, state, factor, matrices.v, p, head, part)
-            key = following
+            visible = noted_visible(shared)  # once more: registers are scarce in between
+            key = int32(next_block(visible, int32(key + block_keys), block_keys))
 
         write_rows(p, o, m, l, shared)
 
