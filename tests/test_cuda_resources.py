@@ -27,24 +27,24 @@ MOST = {64: 168, 128: 255}  # registers: three thread blocks of four warps a mul
 
 # Registers of a thread and bytes of shared memory of a thread block, by head dimension; ptxas 13.0.88, bfloat16.
 TABLE = {
-    (64, PLAIN, AMPERE): (168, 36864),
-    (96, PLAIN, AMPERE): (235, 53248),
+    (64, PLAIN, AMPERE): (167, 36864),
+    (96, PLAIN, AMPERE): (232, 53248),
     (128, PLAIN, AMPERE): (255, 69632),
-    (192, PLAIN, AMPERE): (195, 102400),
-    (256, PLAIN, AMPERE): (227, 135168),
+    (192, PLAIN, AMPERE): (194, 102400),
+    (256, PLAIN, AMPERE): (224, 135168),
     (64, PLAIN, HOPPER): (168, 36864),
-    (96, PLAIN, HOPPER): (238, 53248),
+    (96, PLAIN, HOPPER): (234, 53248),
     (128, PLAIN, HOPPER): (255, 69632),
-    (192, PLAIN, HOPPER): (203, 102400),
-    (256, PLAIN, HOPPER): (233, 135168),
-    (64, PLAIN, BLACKWELL): (167, 36864),
-    (96, PLAIN, BLACKWELL): (236, 53248),
+    (192, PLAIN, HOPPER): (200, 102400),
+    (256, PLAIN, HOPPER): (229, 135168),
+    (64, PLAIN, BLACKWELL): (168, 36864),
+    (96, PLAIN, BLACKWELL): (246, 53248),
     (128, PLAIN, BLACKWELL): (255, 69632),
-    (192, PLAIN, BLACKWELL): (201, 102400),
-    (256, PLAIN, BLACKWELL): (232, 135168),
-    (64, EVERY, HOPPER): (190, 36864),
-    (96, EVERY, HOPPER): (254, 53248),
-    (128, EVERY, HOPPER): (254, 69632),
+    (192, PLAIN, BLACKWELL): (198, 102400),
+    (256, PLAIN, BLACKWELL): (227, 135168),
+    (64, EVERY, HOPPER): (205, 36864),
+    (96, EVERY, HOPPER): (200, 53248),
+    (128, EVERY, HOPPER): (231, 69632),
 }
 
 
