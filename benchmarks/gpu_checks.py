@@ -38,7 +38,7 @@ def layout_kernel(name: str) -> Kernel:
     """
     from numba import cuda, float32, int32, uint8
 
-    from flash_numba.gpu import ptx
+    from flash_numba.gpu.ir import ptx
 
     mma = ptx.mma_float16 if name == "float16" else ptx.mma_bfloat16
 

@@ -73,7 +73,7 @@ def fma_kernel() -> Kernel:
     """float32 multiply-adds in sixteen chains a thread, p.keys times."""
     from numba import cuda, float32, int32
 
-    from flash_numba.gpu.memory import store_float32
+    from flash_numba.gpu.ir.memory import store_float32
 
     def multiply_add(p):
         thread = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
@@ -97,8 +97,8 @@ def mma_kernel() -> Kernel:
     """bfloat16 products by `mma.sync` in eight chains a warp, p.keys times."""
     from numba import cuda, float32, int32
 
-    from flash_numba.gpu import ptx
-    from flash_numba.gpu.memory import store_float32
+    from flash_numba.gpu.ir import ptx
+    from flash_numba.gpu.ir.memory import store_float32
 
     def multiply(p):
         lane = int32(cuda.threadIdx.x & 31)
@@ -124,7 +124,7 @@ def read_kernel() -> Kernel:
     """Reads p.keys times 16 bytes a thread, neighbours next to one another."""
     from numba import cuda, int32, int64
 
-    from flash_numba.gpu.memory import fetch_16, local_array, store_float32
+    from flash_numba.gpu.ir.memory import fetch_16, local_array, store_float32
 
     def read(p):
         thread = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x

@@ -23,7 +23,7 @@ from flash_numba.call import Call
 from flash_numba.gpu import compile as compiling
 from flash_numba.gpu import launch
 from flash_numba.gpu.arguments import ARGUMENTS
-from flash_numba.gpu.plan import TABLES_TO_COME, Plan, cut
+from flash_numba.gpu.plan import TABLES_TO_COME, Plan, launch_geometry
 from flash_numba.problem import describe
 from flash_numba.work_tiles import packed_work_tiles
 
@@ -105,9 +105,7 @@ class Interpreted(HostArrays):
             problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
             alive.append(tiles)
         name = self.module.__name__.split(".")[-1]
-        of = cut(
-            problem, Plan({"tensorcore": "tensor-core", "forward": "tile"}.get(name, name), kernel, {}, self.module)
-        )
+        of = launch_geometry(problem, Plan({"tensorcore": "tensor-core"}.get(name, name), kernel, {}, self.module))
         record = of.record
         for field in launch.TABLES:
             for table in alive:

@@ -271,7 +271,7 @@ def test_the_real_bindings_are_called_as_they_want_to_be(tmp_path):
 
 def tiny(value=7):
     """A kernel that compiles in a moment."""
-    from flash_numba.gpu.memory import store_int64
+    from flash_numba.gpu.ir.memory import store_int64
 
     def kernel(p):
         store_int64(p.out, p.keys + value)
@@ -384,7 +384,7 @@ def test_the_key_follows_every_source(tmp_path, monkeypatch):
     monkeypatch.setattr(cubins, "__file__", str(package / "gpu" / "cubins.py"))
     seen = {cubins.digest()}
     files = [path for pattern in cubins.SOURCES for path in package.glob(pattern)]
-    assert {"recurrence.py", "scores.py", "forward.py", "tensorcore.py", "ptx.py"} <= {path.name for path in files}
+    assert {"recurrence.py", "scores.py", "tile.py", "tensorcore.py", "ptx.py"} <= {path.name for path in files}
     for path in files:
         with path.open("a") as file:
             file.write("# changed\n")

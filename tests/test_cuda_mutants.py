@@ -18,7 +18,7 @@ from cuda_ptx import Interpreted, attend, eager_limit
 from ptx import PTXError
 
 from flash_numba import reference
-from flash_numba.gpu import decode, forward, tensorcore
+from flash_numba.gpu import decode, tensorcore, tile
 
 pytestmark = pytest.mark.cuda
 
@@ -216,7 +216,7 @@ def test_mutants_of_the_tile_kernel_are_caught():
         make_call(40, 150, 16, np.float32, causal=True),
         make_call(40, 40, 16, np.float32, special=True),
     ]
-    assert_caught(survivors(forward, calls, synchronisation, of_threads), spare=2)
+    assert_caught(survivors(tile, calls, synchronisation, of_threads), spare=2)
 
 
 def test_mutants_of_decode_are_caught():

@@ -19,7 +19,7 @@ from test_conformance import assert_within, expect, heads_first, same_bits
 
 import flash_numba
 from flash_numba import reference
-from flash_numba.gpu import decode, forward, tensorcore
+from flash_numba.gpu import decode, tensorcore, tile
 
 pytestmark = pytest.mark.cuda
 
@@ -137,7 +137,7 @@ TILE_CASES += named("D64-Dv32-float16", "D3-Dv1-float32", "float8-bfloat16")
 
 @parametrize(list(dict.fromkeys(TILE_CASES)))
 def test_tiles(case):
-    check(case, forward)
+    check(case, tile)
 
 
 FEW = [case for case in RULE_CASES if case.name.endswith("-few")]
@@ -157,7 +157,7 @@ def test_decode(case):
 
 KERNELS = {
     "tensor cores": (tensorcore, 150, 64, FLOAT16, 2),
-    "tiles": (forward, 70, 16, FLOAT32, 2),
+    "tiles": (tile, 70, 16, FLOAT32, 2),
     "decode": (decode, 5, 16, FLOAT32, 2),
 }
 

@@ -13,8 +13,9 @@ pytestmark = pytest.mark.cuda
 pytest.importorskip("numba_cuda", reason="the extra cuda isn't installed")
 
 from flash_numba.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64  # noqa: E402
-from flash_numba.gpu import decode, decode_stages, forward, tiling  # noqa: E402
+from flash_numba.gpu import decode, tile, tiling  # noqa: E402
 from flash_numba.gpu.compile import assemble, find_assembler, to_ptx  # noqa: E402
+from flash_numba.gpu.decode_tiling import DecodeBlock, decode_tiling  # noqa: E402
 from flash_numba.problem import PROBLEM  # noqa: E402
 
 TESTS = Path(__file__).parent
@@ -39,8 +40,8 @@ def test_conformance_in_the_simulator():
 
 # Registers of a thread at most, and thread blocks that have room on a multiprocessor with them.
 RESOURCES = {
-    ("forward", 64, FLOAT32, 1, (8, 0)): (168, 3),
-    ("forward", 128, FLOAT32, 1, (8, 0)): (255, 2),
+    ("tile", 64, FLOAT32, 1, (8, 0)): (168, 3),
+    ("tile", 128, FLOAT32, 1, (8, 0)): (255, 2),
     ("decode", 64, FLOAT32, 1, (9, 0)): (168, 3),
     ("decode", 128, FLOAT16, 4, (9, 0)): (168, 3),
     ("decode", 128, BFLOAT16, 8, (8, 0)): (255, 1),
@@ -62,7 +63,7 @@ def problem_of(dim, form, group):
 @pytest.mark.parametrize("name", RESOURCES, ids=lambda name: "-".join(map(str, name)))
 def test_kernels_stay_in_registers(name):
     module, dim, form, group, cc = name
-    kernel = {"forward": forward, "decode": decode}[module].specialise(problem_of(dim, form, group), cc)
+    kernel = {"tile": tile, "decode": decode}[module].specialise(problem_of(dim, form, group), cc)
     registers, blocks = RESOURCES[name]
     assert kernel.blocks == blocks
     ptx = to_ptx(kernel, cc)
@@ -94,16 +95,18 @@ def conflicts(addresses, size):
 
 
 TILINGS = [
-    tiling.cut(accumulator, shape, *dims)
+    tiling.tile_tiling(accumulator, thread_tile, *dims)
     for accumulator in (tiling.FLOAT32_ACCUMULATOR, tiling.FLOAT64_ACCUMULATOR)
-    for shape in forward.SHAPES[accumulator.itemsize]
+    for thread_tile in tile.THREAD_TILES[accumulator.itemsize]
     for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 ]
 
 
-@pytest.mark.parametrize("of", TILINGS, ids=lambda of: f"{of.accumulator.real}-{of.dim}-{of.value_dim}-{of.shape}")
+@pytest.mark.parametrize(
+    "of", TILINGS, ids=lambda of: f"{of.accumulator.real}-{of.dim}-{of.value_dim}-{of.thread_tile}"
+)
 def test_the_tile_kernel_meets_no_bank_twice(of):
-    size, vector, threads_x = of.accumulator.itemsize, of.accumulator.vector, of.shape.threads_x
+    size, vector, threads_x = of.accumulator.itemsize, of.accumulator.vector, of.thread_tile.threads_x
     t = np.arange(32)
     ty, tx = t // threads_x, t % threads_x
     in_row, per_row = of.piece // vector, of.columns // vector
@@ -128,7 +131,7 @@ def test_the_tile_kernel_meets_no_bank_twice(of):
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_decode_meets_no_bank_twice(rows, form, dim):
     accumulator = tiling.FLOAT64_ACCUMULATOR if form == FLOAT64 else tiling.FLOAT32_ACCUMULATOR
-    of = decode_stages.cut(accumulator, decode_stages.Shape(rows, 64), dim, dim, (form, form))
+    of = decode_tiling(accumulator, DecodeBlock(rows, 64), dim, dim, (form, form))
     size, t = accumulator.itemsize, np.arange(32)
     of_row = 64 // rows
     accesses = {

@@ -1,4 +1,4 @@
-"""What a kernel is called with: one named tuple of the call's description and of how it is cut into thread blocks.
+"""What a kernel is called with: one named tuple of the call's description and of the thread blocks that it becomes.
 
 Each field is one 8-byte kernel parameter, so the packed parameters of a launch are the bytes of one `ARGUMENTS` record,
 and a kernel reads `problem.q_head` from the constant bank, with no copy to the device.
@@ -11,10 +11,10 @@ import numpy as np
 from ..problem import PROBLEM
 
 PLAN = [
-    ("row_tiles", np.int64),  # tiles of query rows of each sequence, where there is no table of tiles
-    ("splits", np.int64),  # of decode: thread blocks that share a row's keys, and the keys of each
+    ("row_tiles", np.int64),  # work tiles of each sequence, where there is no table of them
+    ("splits", np.int64),  # of decode: KV splits of a row's keys, and the keys of each
     ("split_keys", np.int64),
-    ("workspace", np.int64),  # device addresses: states of the recurrence, and a counter of finished splits a group
+    ("workspace", np.int64),  # device addresses: split states, and a counter of finished splits a row block
     ("finished", np.int64),
 ]
 OF_PROBLEM = [*(PROBLEM.names or ())]

@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
     threads: int  # of a thread block
     shared_bytes: int  # of dynamic shared memory
     grid: Callable[[Any], tuple[int, int, int]]  # thread blocks, of an `ARGUMENTS` record
-    rows: int  # query rows of a thread block: what a table of tiles is cut by
+    rows: int  # query rows of a thread block: of a table of work tiles
     blocks: int = 1  # thread blocks that a multiprocessor should hold at least: bounds the registers of a thread
 
 
@@ -69,7 +69,7 @@ def to_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
 
     Without numba-cuda's `fastmath`: it lets LLVM assume that there is no infinity and no NaN, which the recurrence
     stands on. What it would gain is had otherwise: multiplications and additions are fused as they are (`fma`), and
-    exp2 and log2 are the approximate instructions (`words.py`).
+    exp2 and log2 are the approximate instructions (`primitives.py`).
     """
     with compiling_for(cc):
         ptx, _ = cuda.compile(

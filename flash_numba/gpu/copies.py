@@ -4,14 +4,15 @@ import ctypes
 
 from numba import types
 
-from . import ptx
-from .words import SIMULATED, device
+from . import SIMULATED
+from .ir import ptx
+from .primitives import device
 
 int32 = types.int32
 
 if SIMULATED:
 
-    def copy_words(shared, i, address, count):
+    def copy_chunk(shared, i, address, count):
         """16 bytes at an address to shared[i] and on, an int32 array: `count` of them, 0 to 16, and zeros."""
         line = bytearray(16)
         line[:count] = (ctypes.c_char * int(count)).from_address(int(address)).raw
@@ -32,5 +33,5 @@ else:
     wait_for_all_but_last_copies = ptx.wait_for_all_but_last_copies
 
     @device
-    def copy_words(shared, i, address, count):
+    def copy_chunk(shared, i, address, count):
         ptx.copy_async(int32(ptx.shared_address(shared) + 4 * i), address, int32(count))

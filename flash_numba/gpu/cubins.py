@@ -15,7 +15,7 @@ from ..backend import INSTALL, BackendError
 from .compile import ENTRY, Kernel, architecture, assemble, to_ptx
 from .driver import version_of
 
-SOURCES = (*disk_cache.FORMULAS, "gpu/*.py")
+SOURCES = (*disk_cache.FORMULAS, "gpu/*.py", "gpu/ir/*.py")
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink")
 COMPILERS_12 = ("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12")  # as they were packaged for CUDA 12
 

@@ -1,8 +1,8 @@
-"""The stages of the decode kernel: copies, products, rules, sums and merging, each for one `Cut`.
+"""The stages of the decode kernel up to a split's state: copies, products, scores and weights, for a `DecodeTiling`.
 
-Every factory gives functions with the cut's sizes as constants. K and V lie in shared memory as they come, and each of
-their elements is converted by the one thread that uses it. A thread's registers hold s[row], the scores of its key, and
-o[n * rows + row], the output of its column n over its own share of the keys.
+Every factory gives functions with the tiling's sizes as constants. K and V lie in shared memory as they come, and each
+of their elements is converted by the one thread that uses it. A thread's registers hold s[row], the scores of its key,
+and o[n * rows + row], the output of its column n over its own keys.
 """
 
 from math import inf
@@ -10,97 +10,59 @@ from typing import NamedTuple
 
 from numba import types
 
-from .. import dropout, ops, recurrence, scores
-from ..dtypes import BOOL
-from .copies import commit_copies, copy_words
-from .memory import get, load_float32, load_float64, local_array, put, store_float32, store_float64, take
-from .operands import of_head, quotient
-from .products import dot_step, outer_step
-from .threads import barrier
-from .tiles import BYTES, vector_reader
-from .tiling import Accumulator, in_turn, up_to
-from .words import device, lane, scalar
+from .. import geometry, recurrence
+from .copies import commit_copies, copy_chunk
+from .decode_tiling import COPIED
+from .elements import BYTES, vector_reader
+from .ir.memory import get, local_array, put, take
+from .ir.products import dot_step, outer_step
+from .loading import head_of, key_address, query_address, quotient, row_keys, value_address
+from .primitives import device, lane, larger, scalar
+from .rules import At, hidden_unless, score_rules, weight_dropout
+from .threads import barrier, block_index
+from .tiling import in_turn
 
-int32 = types.int32
-
-LINE = 128  # bytes of a cache line: states of two thread blocks share none
+int32, int64 = types.int32, types.int64
 
 
-class Shape(NamedTuple):
-    """Query rows of a thread block, and its threads, which are the keys of a tile."""
+# -- which rows --------------------------------------------------------------------------------------------------------
 
+
+class RowBlock(NamedTuple):
+    """What a thread block computes: rows of all query heads that share a key head, against one KV split."""
+
+    b: int
+    h: int  # the first of those heads
+    group: int  # which key head of which batch element
+    n: int  # which of its row blocks, of how many
+    of_blocks: int
+    split: int
+    first_row: int  # rows of all heads are counted through: packed
     rows: int
-    threads: int
 
 
-class Cut(NamedTuple):
-    """What follows from a shape, the head dimensions and the formats of k and v."""
+def row_block_finder(tiling):
+    """A function of p for this thread block's `RowBlock`.
 
-    accumulator: Accumulator
-    shape: Shape
-    dim: int
-    value_dim: int
-    formats: tuple[int, int]
-    # threads stand side by side along V's chunks of 16 bytes, `chunks` of them a thread, in groups that share the keys
-    across: int
-    chunks: int
-    key_groups: int
-    # in bytes: K and V from row to row, and where the parts of shared memory start
-    k_stride: int
-    v_stride: int
-    k: int  # in the end: parts of a row of O, to be summed
-    v: int  # in the end: O
-    q: int
-    scores: int
-    partial: int  # a number of each thread
-    alpha: int  # and of each row
-    maximum: int
-    total: int
-    end: int
+    Row blocks stand side by side, as they read the same keys; then KV splits, then key heads.
+    """
+    rows = tiling.block.rows
 
-    @property
-    def score_stride(self) -> int:
-        """Scores from row to row: the threads of a row read neighbours, and those of the next row other banks."""
-        rows, threads = self.shape
-        return threads + (threads // rows if threads // rows < 32 else 0)
+    @device
+    def row_block_of(p):
+        group = min(p.k_group, p.v_group)
+        all_rows = group * p.queries
+        count = (all_rows + rows - 1) // rows
+        index = int64(block_index())
+        of_keys = quotient(index, count)
+        g = quotient(of_keys, p.splits)
+        n, split = index - of_keys * count, of_keys - g * p.splits
+        key_heads = quotient(p.heads, group)
+        b = quotient(g, key_heads)
+        h = (g - b * key_heads) * group
+        return RowBlock(b, h, g, n, count, split, n * rows, min(rows, all_rows - n * rows))
 
-    @property
-    def state_bytes(self) -> int:
-        """Of a row's state in the workspace: O, m and l, in whole cache lines."""
-        return up_to(LINE, (self.value_dim + 2) * self.accumulator.itemsize)
-
-
-def cut(accumulator: Accumulator, shape: Shape, dim: int, value_dim: int, formats: tuple[int, int]) -> Cut:
-    size, (rows, threads) = accumulator.itemsize, shape
-    # reads of 16 bytes by threads one row apart meet no bank twice where the stride is an odd multiple of 16
-    k_stride = dim * BYTES[formats[0]]
-    k_stride += 16 * (k_stride // 16 % 2 == 0)
-    v_stride = value_dim * BYTES[formats[1]]
-    v_chunks = v_stride // 16
-    across = min(threads, v_chunks)
-    key_groups = min(threads // across, threads // accumulator.vector)
-    parts = (
-        max(threads * k_stride, key_groups * value_dim * size),
-        max(threads * v_stride, rows * value_dim * size),
-        rows * dim * size,
-        rows * (threads + threads // rows) * size,
-        threads * size,
-        rows * size,
-        rows * size,
-        rows * size,
-    )
-    places = [0]
-    for length in parts:
-        places.append(places[-1] + up_to(16, length))
-    return Cut(
-        accumulator, shape, dim, value_dim, formats, across, -(-v_chunks // across), key_groups, k_stride, v_stride,
-        *places,
-    )  # fmt: skip
-
-
-def columns_of(cut: Cut) -> int:
-    """Columns of O that a thread holds."""
-    return cut.chunks * 16 // BYTES[cut.formats[1]]
+    return row_block_of
 
 
 @device
@@ -110,11 +72,21 @@ def head_and_query(p, row):
     return h, row - h * p.queries
 
 
+@device
+def row_of(p, block, n):
+    """`(head, query)` of row n of a row block."""
+    h, i = head_and_query(p, block.first_row + n)
+    return head_of(p, block.b, block.h + h), i
+
+
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
-def copier(base, stride, chunks, threads):
-    """A function that starts the copy of a tile's rows to shared memory; those beyond `count` become 0."""
+def copier(address_of, base, stride, chunks, threads):
+    """A function that starts the copy of a block's rows to shared memory; those beyond `count` become 0.
+
+    address_of: where a row of a head starts, `loading.key_address` or `loading.value_address`.
+    """
     base, stride = base // 4, stride // 4
     # threads stand in rows of `across` chunks of 16 bytes, `at_once` rows a step
     across = min(chunks, threads)
@@ -122,228 +94,238 @@ def copier(base, stride, chunks, threads):
     even, one_each = threads % at_once == 0, across == chunks
 
     @device
-    def copy(raw, address, row_stride, count, t):
+    def copy(raw, p, head, first, count, t):
         row, first_chunk = t // across, t % across
         left = int32(count - row)
         if row < at_once:
             for chunk in range(first_chunk, first_chunk + 1 if one_each else chunks, across):
-                to, source = base + row * stride + chunk * 4, address + row * row_stride + chunk * 16
+                to = base + row * stride + chunk * 4
                 for n in range(0, threads, at_once):
+                    source = address_of(p, head, first + row + n) + chunk * COPIED
                     if even or row + n < threads:
-                        copy_words(raw, to + n * stride, source, 16 if int32(n) < left else 0)
-                    source += at_once * row_stride
+                        copy_chunk(raw, to + n * stride, source, COPIED if int32(n) < left else 0)
         commit_copies()
 
     return copy
 
 
-def key_copier(cut):
-    return copier(cut.k, cut.k_stride, cut.dim * BYTES[cut.formats[0]] // 16, cut.shape.threads)
+def key_copier(tiling):
+    chunks = tiling.dim * BYTES[tiling.formats[0]] // COPIED
+    return copier(key_address, tiling.k, tiling.k_stride, chunks, tiling.block.threads)
 
 
-def value_copier(cut):
-    return copier(cut.v, cut.v_stride, cut.v_stride // 16, cut.shape.threads)
+def value_copier(tiling):
+    return copier(value_address, tiling.v, tiling.v_stride, tiling.v_stride // COPIED, tiling.block.threads)
+
+
+def query_loader(tiling):
+    """A function that loads a row block's queries, times the scale, to shared memory; rows that aren't there are 0."""
+    real, read, highest = tiling.accumulator.real, tiling.accumulator.read, tiling.accumulator.highest
+    (rows, threads), dim, q_at = tiling.block, tiling.dim, tiling.q // tiling.accumulator.itemsize
+
+    @device
+    def load_queries(shared, p, head, block, t):
+        scale = real(max(-highest, min(highest, head.scale)))
+        for n in range(t, rows * dim, threads):
+            row, x = n // dim, real(0.0)
+            if row < block.rows:
+                h, i = head_and_query(p, block.first_row + row)
+                x = read(query_address(p, head, i) + h * p.q_head + n % dim * p.q_column, p.q_format) * scale
+            put(shared, q_at + n, x)
+
+    return load_queries
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def key_product(cut):
-    real, vector = cut.accumulator.real, cut.accumulator.vector
-    rows, k_at, k_stride, q_at = cut.shape.rows, cut.k // 4, cut.k_stride // 4, cut.q // cut.accumulator.itemsize
-    size, _, convert_k = vector_reader(cut.accumulator, cut.formats[0])
-    k_chunks, k_vectors, k_words = cut.dim * BYTES[cut.formats[0]] // 16, 16 // size, size // 4
-    multiply = dot_step(rows, cut.dim)
+def key_product(tiling):
+    real, vector = tiling.accumulator.real, tiling.accumulator.vector
+    rows, k_at, k_stride, q_at = (
+        tiling.block.rows,
+        tiling.k // 4,
+        tiling.k_stride // 4,
+        tiling.q // tiling.accumulator.itemsize,
+    )
+    size, _, convert_k = vector_reader(tiling.accumulator, tiling.formats[0])
+    k_chunks, k_vectors, per_vector = tiling.dim * BYTES[tiling.formats[0]] // 16, 16 // size, size // 4
+    multiply = dot_step(rows, tiling.dim)
 
     @device
     def multiply_key(s, shared, raw, t):
         """s[row] = sum_t Q[row, t] K[key, t] for this thread's key."""
-        words, values = local_array(4, int32), local_array(vector, real)
+        line, values = local_array(4, int32), local_array(vector, real)
         for r in range(rows):
             s[r] = real(0.0)
         for chunk in range(k_chunks):
-            take(words, 0, raw, k_at + t * k_stride + chunk * 4)
+            take(line, 0, raw, k_at + t * k_stride + chunk * 4)
             for n in range(k_vectors):
-                convert_k(values, words, n * k_words)
+                convert_k(values, line, n * per_vector)
                 multiply(s, shared, q_at + (chunk * k_vectors + n) * vector, values)
 
     return multiply_key
 
 
-def value_products(cut):
+def value_products(tiling):
     """`(add_values, add_seen_values)`: the latter leaves out what V holds where a row doesn't see the key."""
-    real, vector = cut.accumulator.real, cut.accumulator.vector
-    (rows, threads), across, chunks, key_groups = cut.shape, cut.across, cut.chunks, cut.key_groups
-    v_at, v_stride, v_chunks = cut.v // 4, cut.v_stride // 4, cut.v_stride // 16
-    s_at, s_stride = cut.scores // cut.accumulator.itemsize, cut.score_stride
-    v_size, _, convert_v = vector_reader(cut.accumulator, cut.formats[1])
+    real, vector = tiling.accumulator.real, tiling.accumulator.vector
+    (rows, threads), across, chunks, key_groups = tiling.block, tiling.across, tiling.chunks, tiling.key_groups
+    v_at, v_stride, v_chunks = tiling.v // 4, tiling.v_stride // 4, tiling.v_stride // 16
+    s_at, s_stride = tiling.scores // tiling.accumulator.itemsize, tiling.score_stride
+    v_size, _, convert_v = vector_reader(tiling.accumulator, tiling.formats[1])
     v_vectors, n_weights = 16 // v_size, rows * vector
 
-    def absorb_vector(key, chunk, n, seen):
+    def vector_adder(key, chunk, n, seen):
         """O += P V for one of the keys that are read together and for one vector of the columns."""
         add = outer_step(rows, vector, (chunk * v_vectors + n) * vector * rows, key, seen)
-        words_before = n * v_size // 4
+        before = n * v_size // 4
 
         @device
-        def absorb(o, p, words, values):
-            convert_v(values, words, words_before)
+        def add_in(o, p, line, values):
+            convert_v(values, line, before)
             add(o, p, values)
 
-        return absorb
+        return add_in
 
-    def absorb_chunk(key, chunk, seen):
-        absorb_vectors = in_turn([absorb_vector(key, chunk, n, seen) for n in range(v_vectors)])
+    def chunk_adder(key, chunk, seen):
+        add_vectors = in_turn([vector_adder(key, chunk, n, seen) for n in range(v_vectors)])
         short = (chunk + 1) * across > v_chunks
 
         @device
-        def absorb(o, p, words, values, raw, j, column):
+        def add_in(o, p, line, values, raw, j, column):
             if not short or chunk * across + column < v_chunks:
-                take(words, 0, raw, v_at + (j + key) * v_stride + (chunk * across + column) * 4)
-                absorb_vectors(o, p, words, values)
+                take(line, 0, raw, v_at + (j + key) * v_stride + (chunk * across + column) * 4)
+                add_vectors(o, p, line, values)
 
-        return absorb
+        return add_in
 
-    def absorber(seen):
+    def adder(seen):
         """A function for O[row, c] += sum_j P[row, j] V[j, c] over this thread's keys and columns."""
         keys_and_chunks = [(key, chunk) for key in range(vector) for chunk in range(chunks)]
-        absorb_keys = in_turn([absorb_chunk(key, chunk, seen) for key, chunk in keys_and_chunks])
+        add_keys = in_turn([chunk_adder(key, chunk, seen) for key, chunk in keys_and_chunks])
 
         @device
-        def absorb(o, shared, raw, column, group):
-            words, values, p = local_array(4, int32), local_array(vector, real), local_array(n_weights, real)
+        def add_in(o, shared, raw, column, group):
+            line, values, p = local_array(4, int32), local_array(vector, real), local_array(n_weights, real)
             for j in range(group * vector, threads, key_groups * vector):
                 for r in range(rows):
                     take(p, r * vector, shared, s_at + r * s_stride + j)
-                absorb_keys(o, p, words, values, raw, j, column)
+                add_keys(o, p, line, values, raw, j, column)
 
-        return absorb
+        return add_in
 
-    return absorber(False), absorber(True)
-
-
-# -- rules -------------------------------------------------------------------------------------------------------------
+    return adder(False), adder(True)
 
 
-@device
-def drop(w, row, key, h, b, round_keys, threshold, factor):
-    """Dropout of one weight: 0, or times 1 / (1 - p)."""
-    words = dropout.philox(lane(int32(key >> 2)), lane(int32(row)), lane(int32(h)), lane(int32(b)), round_keys)
-    n = key & 3
-    word = words[0] if n == 0 else words[1] if n == 1 else words[2] if n == 2 else words[3]
-    return scalar(ops.select(dropout.kept(word, int32(threshold)), lane(w * factor), 0.0))
+# -- score, recur ------------------------------------------------------------------------------------------------------
 
 
-def term_stage(cut):
-    real, read, highest = cut.accumulator.real, cut.accumulator.read, cut.accumulator.highest
+class Row(NamedTuple):
+    """What a thread does: it weighs scores of a row together with others, and adds up columns of some keys' values."""
 
-    @device
-    def with_terms(x, seen, p, h, i, j, bias_at, mask_at):
-        """Both terms on the score of query i of head h: `(score, whether the key is seen)`."""
-        for n in range((p.bias != 0) + (p.mask != 0)):
-            code, at = p.mask_format, mask_at + h * p.mask_head + i * p.mask_row + j * p.mask_column
-            if n == 0 and p.bias != 0:
-                code, at = p.bias_format, bias_at + h * p.bias_head + i * p.bias_row + j * p.bias_column
-            if seen:
-                term = read(at, code)
-                if code == BOOL:
-                    seen = term != real(0.0)
-                else:
-                    seen = term != real(-inf)
-                    x = scalar(scores.with_bias(lane(x), lane(term), real(-highest)))
-        return x, seen
-
-    return with_terms
+    r: int  # of the row block
+    u: int  # the thread's number among those of the row
+    i: int  # query
+    first: int  # the keys that it sees; none where there is no such row
+    last: int
+    slope: float
+    column: int  # of V's chunks of 16 bytes, the thread's first
+    key_group: int  # whose keys' values the thread takes
 
 
-# -- put together ------------------------------------------------------------------------------------------------------
-
-
-def row_sum(cut):
-    real, partial_at = cut.accumulator.real, cut.partial // cut.accumulator.itemsize
-    of_row = cut.shape.threads // cut.shape.rows
+def row_finder(tiling):
+    """A function for the `Head` and the `Row` of thread t."""
+    (rows, threads), real, across = tiling.block, tiling.accumulator.real, tiling.across
+    of_row = threads // rows
 
     @device
-    def sum_of_row(shared, x, t):
-        """The sum of a number over all threads of this thread's row. All threads wait for one another here."""
-        put(shared, partial_at + t, x)
+    def row_of_thread(p, block, visible, t):
+        r, u = t // of_row, t % of_row
+        head, i = row_of(p, block, min(r, block.rows - 1))
+        first, last = row_keys(p, head, i)
+        first, last = max(first, visible.start), min(last, visible.stop - 1)
+        if r >= block.rows or i >= head.queries:
+            last = first - 1
+        return head, Row(r, u, i, first, last, real(head.slope), t % across, t // across)
+
+    return row_of_thread
+
+
+def row_scorer(tiling):
+    """A function that applies all rules to a row's scores of a block: `(largest, bits of the thread's hidden keys)`."""
+    (rows, threads), real = tiling.block, tiling.accumulator.real
+    of_row, s_at, s_stride = threads // rows, tiling.scores // tiling.accumulator.itemsize, tiling.score_stride
+    apply_rules = score_rules(tiling.accumulator, None)
+
+    @device
+    def score_row(p, shared, head, row, j0):
+        top, hidden, bit = real(-inf), int64(0), int64(1)
+        position, bias, mask = head.shift + row.i, head.bias + row.i * p.bias_row, head.mask + row.i * p.mask_row
+        for n in range(row.u, threads, of_row):
+            j, at = j0 + n, s_at + row.r * s_stride + n
+            seen = geometry.between(j, row.first, row.last)
+            here = At(row.slope, real(position - j0), real(n), bias + j * p.bias_column, mask + j * p.mask_column)
+            x, seen = apply_rules((get(shared, at), seen), p, here)
+            x = hidden_unless(x, seen)
+            top = larger(top, x)
+            put(shared, at, x)
+            hidden = hidden if seen else hidden | bit
+            bit = bit << 1
+        return top, hidden
+
+    return score_row
+
+
+def row_maximum(tiling):
+    """A function for the largest of a number over the threads of a row. All threads wait for one another in it."""
+    (rows, threads), real, vector = tiling.block, tiling.accumulator.real, tiling.accumulator.vector
+    of_row, partial_at = threads // rows, tiling.partial // tiling.accumulator.itemsize
+
+    @device
+    def largest_of_row(shared, row, top, t):
+        line = local_array(vector, real)
+        put(shared, partial_at + t, top)
         barrier()
+        for n in range(0, of_row, vector):
+            take(line, 0, shared, partial_at + row.r * of_row + n)
+            for e in range(vector):
+                top = larger(top, line[e])
+        return top
+
+    return largest_of_row
+
+
+def row_weigher(tiling):
+    """A function that turns a row's scores of a block into weights, -0.0 where hidden, and returns their sum."""
+    (rows, threads), real = tiling.block, tiling.accumulator.real
+    of_row, s_at, s_stride = threads // rows, tiling.scores // tiling.accumulator.itemsize, tiling.score_stride
+    _, dropped = weight_dropout(real)
+
+    @device
+    def weigh_row(p, shared, head, row, j0, ref, hidden):
         total = real(0.0)
-        for n in range(of_row):
-            total += get(shared, partial_at + t // of_row * of_row + n)
+        for n in range(row.u, threads, of_row):
+            at = s_at + row.r * s_stride + n
+            w = scalar(recurrence.weight(lane(get(shared, at)), ref))
+            total += w
+            if p.keep_factor != 0.0:
+                w = dropped(p, head, w, row.i, j0 + n)
+            put(shared, at, real(-0.0) if hidden & 1 else w)
+            hidden = hidden >> 1
         return total
 
-    return sum_of_row
+    return weigh_row
 
 
-def gatherer(cut):
-    """A function that sums O over the threads that have the same columns, into shared memory."""
-    real, value_dim, across, chunks = cut.accumulator.real, cut.value_dim, cut.across, cut.chunks
-    (rows, threads), key_groups, sums_at = cut.shape, cut.key_groups, cut.v // cut.accumulator.itemsize
-    chunk_columns = columns_of(cut) // chunks
-
-    def row(n):
-        @device
-        def gather(o, shared, column, key_group, t):
-            if n > 0:
-                barrier()
-            if key_group < key_groups:
-                for chunk in range(chunks):
-                    for k in range(chunk_columns):
-                        c = (chunk * across + column) * chunk_columns + k
-                        if c < value_dim:
-                            put(shared, key_group * value_dim + c, o[(chunk * chunk_columns + k) * rows + n])
-            barrier()
-            for c in range(t, value_dim, threads):
-                total = real(0.0)
-                for k in range(key_groups):
-                    total += get(shared, k * value_dim + c)
-                put(shared, sums_at + n * value_dim + c, total)
-
-        return gather
-
-    return in_turn([row(n) for n in range(rows)])
-
-
-def ending(cut):
-    """`(store_state, merge_splits, write_element)`."""
-    accumulator, value_dim = cut.accumulator, cut.value_dim
-    real, itemsize, write, own_format = (
-        accumulator.real,
-        accumulator.itemsize,
-        accumulator.write,
-        accumulator.own_format,
-    )
-    load_real, store_real = (load_float32, store_float32) if itemsize == 4 else (load_float64, store_float64)
+def rescaler(tiling):
+    """A function that brings O to the block's maxima."""
+    rows, alpha_at, n_columns = tiling.block.rows, tiling.alpha // tiling.accumulator.itemsize, tiling.columns
 
     @device
-    def store_state(at, c, x, m, l):
-        """Column c of a row's state at an address, and with column 0 the rest."""
-        store_real(at + c * itemsize, x)
-        if c == 0:
-            store_real(at + value_dim * itemsize, m)
-            store_real(at + (value_dim + 1) * itemsize, l)
+    def rescale(o, shared):
+        for n in range(rows):
+            alpha = get(shared, alpha_at + n)
+            for c in range(n_columns):
+                o[c * rows + n] *= alpha
 
-    @device
-    def merge_splits(first, n_splits, between_splits, c):
-        """Column c of O, m and l of a row from the states of all splits, merged in the order of their keys."""
-        x, m, l = real(0.0), lane(real(-inf)), lane(real(0.0))
-        for n in range(n_splits):
-            at = first + n * between_splits
-            m_n, l_n = load_real(at + value_dim * itemsize), load_real(at + (value_dim + 1) * itemsize)
-            m, l, mine, theirs = recurrence.merge(m, l, lane(m_n), lane(l_n))
-            if m_n != real(-inf):  # else there is no output
-                x = scalar(mine) * x + scalar(theirs) * load_real(at + c * itemsize)
-        return x, scalar(m), scalar(l)
-
-    @device
-    def write_element(p, h0, b, h, i, out_at, lse_at, c, x, m, l):
-        """Column c of a row of which all keys have been seen, and with column 0 its log-sum-exp."""
-        sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h0 + h, -inf))
-        v_scale = real(of_head(p.v_scales, p.v_scale_batch, p.v_scale_head, b, quotient(h0, p.v_group), 1.0))
-        row_lse, factor = recurrence.finalize(lane(m), lane(l), lane(sink))
-        if c == 0:
-            write(lse_at + h * p.lse_head + i * itemsize, own_format, scalar(row_lse))
-        at = out_at + h * p.out_head + i * p.out_row + c * p.out_column
-        write(at, p.out_format, scalar(recurrence.normalized(lane(x), lane(l), lane(scalar(factor) * v_scale))))
-
-    return store_state, merge_splits, write_element
+    return rescale

@@ -7,7 +7,6 @@ host's and kernels run in Python. Only the primary context of a device is used, 
 import ctypes
 import importlib.metadata
 import importlib.util
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import INSTALL, NO_NUMBA_CUDA, BackendError
+from . import SIMULATED
 
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 OLDEST = (7, 5)  # the least compute capability that CUDA 13 compiles for
 PLAIN_SHARED = 48 * 1024  # bytes of shared memory that a thread block may have without asking
 

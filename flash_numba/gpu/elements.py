@@ -1,9 +1,10 @@
-"""Elements of any format between global memory and a kernel's own floats, one at a time; the twin of `cpu/rows.py`.
+"""Elements of any format between global memory and a kernel's own floats, one at a time or in vectors.
 
-What the formats mean stands in `dtypes.py`. Whole vectors of the usual formats are read by `tiles.py`.
+The twin of `cpu/rows.py`. What the formats mean stands in `dtypes.py`. An element of an unknown format reads as NaN.
 """
 
-import numpy as np
+from math import nan
+
 from numba import types
 
 from .. import ops
@@ -14,16 +15,21 @@ from ..dtypes import (
     FLOAT8_E5M2,
     FLOAT16,
     FLOAT32,
+    FLOAT32_MAX,
     FLOAT64,
     SWAPPED,
     bfloat16_to_float32,
+    element_kind,
     float8_e4m3fn_to_float32,
     float8_e5m2_to_float32,
     float16_to_float32,
     float32_to_bfloat16,
     float32_to_float16,
 )
-from .memory import (
+from .ir.memory import (
+    fetch_4,
+    fetch_8,
+    fetch_16,
     load_int32,
     load_int64,
     load_uint8,
@@ -33,10 +39,12 @@ from .memory import (
     store_uint16,
     swap_bytes,
 )
-from .words import device, lane, scalar
+from .primitives import device, lane, scalar
 
-float32, float64, int32 = types.float32, types.float64, types.int32
-HIGHEST, HIGHEST_64 = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
+float32, float64, int32, int64 = types.float32, types.float64, types.int32, types.int64
+
+
+# -- one element -------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -55,7 +63,7 @@ def read_double(address, swapped):
 def read_float32(address, code):
     """One element of the format `code` as float32."""
     swapped = (code & SWAPPED) != 0
-    kind = code & (SWAPPED - 1)
+    kind = element_kind(code)
     if kind == FLOAT32:
         bits = load_int32(address)
         return scalar(ops.as_float(lane(swap_bytes(bits) if swapped else bits)))
@@ -71,42 +79,36 @@ def read_float32(address, code):
             bits = swap_bytes(bits)
         x = float32(scalar(ops.as_float(lane(bits))))
         if (bits & 0x7FFFFFFFFFFFFFFF) < 0x7FF0000000000000:
-            return max(float32(-HIGHEST), min(float32(HIGHEST), x))
+            return max(float32(-FLOAT32_MAX), min(float32(FLOAT32_MAX), x))
         return x
-    bits = load_uint16(address)
-    if swapped:
-        bits = swap_halves(bits)
-    if kind == FLOAT16:
-        return scalar(float16_to_float32(lane(int32(bits))))
-    return scalar(bfloat16_to_float32(lane(int32(bits))))
+    is_float16, is_bfloat16 = kind == FLOAT16, kind == BFLOAT16
+    if is_float16 or is_bfloat16:
+        bits = load_uint16(address)
+        half = lane(int32(swap_halves(bits) if swapped else bits))
+        return scalar(float16_to_float32(half) if is_float16 else bfloat16_to_float32(half))
+    return float32(nan)
 
 
 @device
 def read_float64(address, code):
     """One element of the format `code` as float64."""
-    if code & (SWAPPED - 1) == FLOAT64:
+    if element_kind(code) == FLOAT64:
         return read_double(address, (code & SWAPPED) != 0)
     return float64(read_float32(address, code))
 
 
 @device
-def half_bits(x, kind):
-    """A float32 as float16 or bfloat16, in an int32."""
-    if kind == BFLOAT16:
-        return scalar(float32_to_bfloat16(lane(x)))
-    return scalar(float32_to_float16(lane(x)))
-
-
-@device
 def write_float32(address, code, x):
-    """A float32 to an element of the format `code`, one that `out` may have."""
+    """A float32 to an element of the format `code`, one that `out` may have; nothing is written to any other."""
     swapped = (code & SWAPPED) != 0
-    kind = code & (SWAPPED - 1)
+    kind = element_kind(code)
     if kind == FLOAT32:
         bits = scalar(ops.as_int(lane(x)))
         store_int32(address, swap_bytes(bits) if swapped else bits)
-    else:
-        half = half_bits(x, kind)
+        return
+    is_float16, is_bfloat16 = kind == FLOAT16, kind == BFLOAT16
+    if is_float16 or is_bfloat16:
+        half = scalar(float32_to_float16(lane(x)) if is_float16 else float32_to_bfloat16(lane(x)))
         store_uint16(address, int32(swap_halves(half) if swapped else half))
 
 
@@ -115,3 +117,63 @@ def write_float64(address, code, x):
     """A float64 likewise; its only format is float64."""
     bits = scalar(ops.as_int(lane(x)))
     store_int64(address, swap_bytes(bits) if code & SWAPPED else bits)
+
+
+# -- vectors of elements that make 16 bytes of the kernel's floats -----------------------------------------------------
+
+# Bytes of an element, of the formats that are read so.
+BYTES = {FLOAT64: 8, FLOAT32: 4, FLOAT16: 2, BFLOAT16: 2, FLOAT8_E4M3FN: 1, FLOAT8_E5M2: 1}
+WIDENED = {
+    FLOAT16: float16_to_float32,
+    BFLOAT16: bfloat16_to_float32,
+    FLOAT8_E4M3FN: float8_e4m3fn_to_float32,
+    FLOAT8_E5M2: float8_e5m2_to_float32,
+}
+
+
+@device
+def part_of(raw, shift, ones):
+    """Some of an int32's bits, as the formulas of `dtypes.py` take them."""
+    return lane(int32((raw >> shift) & ones))
+
+
+@device
+def from_halves(low, high):
+    """The float64 whose halves these are."""
+    return scalar(ops.as_float(lane((int64(high) << 32) | (int64(low) & 0xFFFFFFFF))))
+
+
+def converter(form):
+    """A function that turns fetched int32 raw[k], raw[k + 1], ... into one vector of the kernel's floats."""
+    if form == FLOAT64:
+
+        def convert(values, raw, k):
+            values[0] = from_halves(raw[k], raw[k + 1])
+            values[1] = from_halves(raw[k + 2], raw[k + 3])
+    elif form == FLOAT32:
+
+        def convert(values, raw, k):
+            for j in range(4):
+                values[j] = scalar(ops.as_float(lane(raw[k + j])))
+    elif BYTES[form] == 2:
+        widen = WIDENED[form]
+
+        def convert(values, raw, k):
+            for j in range(4):
+                values[j] = scalar(widen(part_of(raw[k + j // 2], j % 2 * 16, 0xFFFF)))
+    else:
+        widen = WIDENED[form]
+
+        def convert(values, raw, k):
+            for j in range(4):
+                values[j] = scalar(widen(part_of(raw[k], j * 8, 0xFF)))
+
+    return device(convert)
+
+
+def vector_reader(accumulator, form):
+    """`(bytes of a vector in memory, fetch, convert)` where a format can be read in vectors, else None."""
+    if form not in BYTES or (form == FLOAT64) != (accumulator.own_format == FLOAT64):
+        return None
+    size = BYTES[form] * accumulator.vector
+    return size, {4: fetch_4, 8: fetch_8, 16: fetch_16}[size], converter(form)

@@ -1,34 +1,36 @@
-"""The stages of the tensor-core kernel on what a thread holds of a tile: products, rules, softmax, values out of line.
+"""What a thread of the tensor-core kernel does with its part of a tile: copies, products, softmax, rules, dropout.
 
-Each factory takes the kernel's `Shape` and gives a function with its sizes as constants, so that loops unroll and
-local arrays become registers. A warp owns `fragments` times 16 rows. A thread has two rows of each, 8 r below its first
-row for r = 0, 1, ...; of eight neighbouring keys or columns it has two. The scores of row r and keys 8n and 8n + 1,
-counted from the thread's first key, stand at s[place(r, n)] and behind it, and the output likewise with columns.
+Each factory takes the kernel's `TensorTiling` and gives a function with its sizes as constants, so that loops unroll
+and local arrays become registers. A warp owns `fragments` times 16 rows. A thread has two rows of each, 8 r below its
+first row for r = 0, 1, ...; of eight neighbouring keys or columns it has two. The scores of row r and keys 8n and
+8n + 1, counted from the thread's first key, stand at s[fragment_index(r, n)] and behind it, and the output likewise
+with columns.
 """
 
 import inspect
-from math import inf
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint32
 
-from .. import dropout, geometry, ops, recurrence, scores
-from ..dtypes import BOOL, FLOAT16
-from . import ptx
-from .elements import HIGHEST, read_float32
-from .tensor_shapes import PIECE
-from .words import device, lane, larger, scalar
+from .. import dropout, geometry, ops, recurrence
+from ..dtypes import FLOAT16
+from .ir import ptx
+from .primitives import device, lane, larger, scalar
+from .rules import At, hidden_unless, random_words, score_rules, weight_dropout
+from .tensor_tiling import PIECE
+from .tiling import FLOAT32_ACCUMULATOR
 
-ALL = 0xFFFFFFFF  # lanes of a warp
+ALL_LANES = 0xFFFFFFFF  # of a warp
 
 
-def place(columns):
+def fragment_indexer(columns):
     """A function for where row r, column pair n stands among `columns` groups of eight columns."""
 
     @device
-    def place_of(r, n):
+    def fragment_index(r, n):
         return (r // 2 * columns + n) * 4 + r % 2 * 2
 
-    return place_of
+    return fragment_index
 
 
 def unrolled(count, step):
@@ -46,23 +48,25 @@ def unrolled(count, step):
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
-def tile_copy(shape, rows):
-    """A function that starts the copy of a tile to shared memory: each thread one piece of every `step`-th row."""
-    step, pieces, pitch = shape.copied_rows, shape.pieces, shape.pitch
-    idle, passes = step * pieces < shape.threads, rows // step
+def tile_copy(tiling, rows, address_of):
+    """A function that starts the copy of a tile to shared memory: each thread one piece of every `step`-th row.
+
+    Its arguments: where to, and the rows from `first` on of what `address_of(p, head, row)` finds, `count` of them.
+    """
+    step, pieces, pitch = tiling.copied_rows, tiling.pieces, tiling.pitch
+    idle, passes = step * pieces < tiling.threads, rows // step
 
     @device
-    def copy(shared, address, row_stride, rows_left):
+    def copy(shared, p, head, first, count):
         thread = uint32(ptx.thread_index())  # division of signed numbers takes more instructions
         row, piece = int32(thread // uint32(pieces)), int32(thread % uint32(pieces) * uint32(PIECE))
         if idle and row >= step:
             return
-        shared, address = int32(shared + row * pitch + piece), address + row * row_stride + piece
-        left = int32(rows_left - row)
+        shared, left = int32(shared + row * pitch + piece), int32(count - row)
         for i in range(passes):
-            count = PIECE if i * step < left else 0  # rows beyond the last one become 0
-            ptx.copy_async(int32(shared + i * step * pitch), address, int32(count))
-            address += step * row_stride
+            size = PIECE if i * step < left else 0  # rows beyond the last one become 0
+            address = address_of(p, head, first + row + i * step) + piece
+            ptx.copy_async(int32(shared + i * step * pitch), address, int32(size))
 
     return copy
 
@@ -70,11 +74,20 @@ def tile_copy(shape, rows):
 # -- score, recur ------------------------------------------------------------------------------------------------------
 
 
-def key_product(shape):
+class RowState(NamedTuple):
+    """Arrays with a number for each of the thread's rows; l is of this thread's keys only."""
+
+    m: Any
+    l: Any
+    ref: Any  # of the block in work
+    alpha: Any
+
+
+def key_product(tiling):
     """S = Q K^T"""
-    mma = ptx.mma_float16 if shape.code == FLOAT16 else ptx.mma_bfloat16
-    depth, columns, fragments, pitch = shape.dim // 16, shape.keys // 16, shape.fragments, shape.pitch
-    a_size, s_size, of_fragment = fragments * 4, fragments * shape.keys // 2, shape.keys // 2
+    mma = ptx.mma_float16 if tiling.code == FLOAT16 else ptx.mma_bfloat16
+    depth, columns, fragments, pitch = tiling.dim // 16, tiling.keys // 16, tiling.fragments, tiling.pitch
+    a_size, s_size, of_fragment = fragments * 4, fragments * tiling.keys // 2, tiling.keys // 2
 
     @device
     def multiply_keys(s, q_at, k_at):
@@ -97,33 +110,35 @@ def key_product(shape):
     return multiply_keys
 
 
-def value_product(shape, has_dropout):
-    """Weights P, l += sum of P, O += P V: a function of (o, s, l, ref, scale, v_at, p, b, h, row_index, key_index).
+def value_product(tiling, has_dropout):
+    """Weights P, l += sum of P, O += P V: a function of (o, s, state, scale, v_at, p, head, part).
 
     Weights are made just before they are needed, 16 keys at a time, so that few are alive at once. They stand where a
-    left operand has to, so they go from registers to registers. The last arguments are those of `weight_dropout`.
+    left operand has to, so they go from registers to registers.
     """
-    mma = ptx.mma_float16 if shape.code == FLOAT16 else ptx.mma_bfloat16
-    pack = ptx.pack_float16 if shape.code == FLOAT16 else ptx.pack_bfloat16
-    depth, columns, fragments, pitch = shape.keys // 16, shape.dim // 16, shape.fragments, shape.pitch
-    a_size, of_fragment, pairs, score = fragments * 4, shape.dim // 2, shape.keys // 8, place(shape.keys // 8)
-    drop_weights = weight_dropout(shape)
+    mma = ptx.mma_float16 if tiling.code == FLOAT16 else ptx.mma_bfloat16
+    pack = ptx.pack_float16 if tiling.code == FLOAT16 else ptx.pack_bfloat16
+    depth, columns, fragments, pitch = tiling.keys // 16, tiling.dim // 16, tiling.fragments, tiling.pitch
+    a_size, of_fragment, pairs = fragments * 4, tiling.dim // 2, tiling.keys // 8
+    score, drop_weights = fragment_indexer(pairs), dropout_of_fragments(tiling)
 
     @device
-    def add_values_of_16(d, o, s, l, ref, scale, v_at, p, b, h, row_index, key_index):
+    def add_values_of_16(d, o, s, state, scale, v_at, p, head, part):
         a = cuda.local.array(a_size, int32)
         for r in range(2 * fragments):
             for n in range(2 * d, 2 * d + 2):
                 i = score(r, n)
-                w0 = recurrence.weight(lane(s[i]) * lane(scale), lane(ref[r]))
-                w1 = recurrence.weight(lane(s[i + 1]) * lane(scale), lane(ref[r]))
-                l[r] = scalar(lane(l[r]) + (w0 + w1))
+                w0 = recurrence.weight(lane(s[i]) * lane(scale), lane(state.ref[r]))
+                w1 = recurrence.weight(lane(s[i + 1]) * lane(scale), lane(state.ref[r]))
+                # l is brought to the block's maximum with the block's first weights
+                alpha = state.alpha[r] if d == 0 and n == 0 else float32(1)
+                state.l[r] = scalar(recurrence.absorb(lane(state.l[r]), lane(alpha), w0 + w1))
                 s[i], s[i + 1] = scalar(w0), scalar(w1)
         for f in range(fragments):
             for n in range(2):
                 g = f * pairs + 2 * d + n
                 if has_dropout:
-                    drop_weights(g, p, s, b, h, row_index, key_index)
+                    drop_weights(g, p, s, head, part)
                 a[f * 4 + n * 2] = pack(s[g * 4], s[g * 4 + 1])
                 a[f * 4 + n * 2 + 1] = pack(s[g * 4 + 2], s[g * 4 + 3])
         for n in range(columns):
@@ -141,29 +156,30 @@ def value_product(shape, has_dropout):
 
 @device
 def largest_of_row(x):
-    """Over the four threads that share a row."""
-    x = larger(x, cuda.shfl_xor_sync(ALL, x, 1))
-    return larger(x, cuda.shfl_xor_sync(ALL, x, 2))
+    """The largest of the numbers that the four threads of a row have."""
+    x = larger(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
+    return larger(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
 
 
 @device
 def sum_of_row(x):
-    x += cuda.shfl_xor_sync(ALL, x, 1)
-    return x + cuda.shfl_xor_sync(ALL, x, 2)
+    """The sum of the numbers that the four threads of a row have."""
+    x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
+    return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
 
 
-def rescaling(shape):
-    """A function of (s, o, m, l, ref, scale) that takes scores times `scale` into m, and brings l and O to it."""
-    columns, value_columns, rows = shape.keys // 8, shape.dim // 8, 2 * shape.fragments
-    score, value = place(columns), place(value_columns)
+def rescaling(tiling):
+    """A function of (s, o, state, scale) that takes scores times `scale` into m, and brings O to it."""
+    columns, value_columns, rows = tiling.keys // 8, tiling.dim // 8, 2 * tiling.fragments
+    score, value = fragment_indexer(columns), fragment_indexer(value_columns)
 
     @device
-    def rescale_row(r, s, o, m, l, ref, scale):
+    def rescale_row(r, s, o, state, scale):
         top = larger(s[score(r, 0)], s[score(r, 0) + 1])
         for n in range(1, columns):
             top = larger(top, larger(s[score(r, n)], s[score(r, n) + 1]))
-        m_new, own_ref, alpha = recurrence.advance(lane(m[r]), lane(largest_of_row(top)) * lane(scale))
-        m[r], ref[r], l[r] = scalar(m_new), scalar(own_ref), scalar(alpha * lane(l[r]))
+        m_new, ref, alpha = recurrence.advance(lane(state.m[r]), lane(largest_of_row(top)) * lane(scale))
+        state.m[r], state.ref[r], state.alpha[r] = scalar(m_new), scalar(ref), scalar(alpha)
         for n in range(value_columns):
             for i in range(value(r, n), value(r, n) + 2):
                 o[i] *= scalar(alpha)
@@ -174,109 +190,80 @@ def rescaling(shape):
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def position_mask(shape):
-    """A function of (s, first, last, end): -inf for what rows don't see for where they stand.
+class Part(NamedTuple):
+    """Where a thread's scores of a block stand, in 32-bit integers: registers are scarce there."""
 
-    Bounds of the thread's first row, and of all, counted from the thread's first key.
+    row: int  # of the sequence, the thread's first, and the last one that there is
+    last_row: int
+    key: int  # and likewise
+    last_key: int
+    position: float  # of the row, counted from the key
+    group: int  # of four random words that the key belongs to
+
+
+def tile_rules(tiling, rules):
+    """A function of (p, s, head, scale, slope, part): scores times the scale, and the call's rules.
+
+    Rows and keys that aren't there are taken for the last ones, as operands have no more.
     """
-    columns, rows = shape.keys // 8, 2 * shape.fragments
-    score = place(columns)
+    columns, rows = tiling.keys // 8, 2 * tiling.fragments
+    score, rule = fragment_indexer(columns), score_rules(FLOAT32_ACCUMULATOR, rules)
 
     @device
-    def hide_in_row(r, s, first, last, end):
-        own_first, own_last = lane(int32(first + r * 8)), lane(int32(min(last + r * 8, end)))
-        for n in range(columns):
-            for e in range(2):
-                seen = geometry.between(lane(int32(n * 8 + e)), own_first, own_last)
-                s[score(r, n) + e] = scalar(scores.hide(lane(s[score(r, n) + e]), seen))
-
-    return unrolled(rows, hide_in_row)
-
-
-def term_rule(code):
-    """A function that applies an element of a bias, or of a boolean mask, to a score."""
-    is_mask = code == BOOL
-
-    @device
-    def apply(x, address):
-        term = lane(read_float32(address, code))
-        if is_mask:
-            return scores.hide(x, term != 0.0)
-        return scores.with_bias(x, term, -HIGHEST)
-
-    @device
-    def hides(address):
-        term = read_float32(address, code)
-        return term == (float32(0) if is_mask else float32(-inf))
-
-    return apply, hides
-
-
-def one_score(rules):
-    """A function that applies those of softcap, ALiBi, bias and mask that `rules` has to a scaled score."""
-    softcap, alibi, has_bias, has_mask = rules.softcap, rules.alibi, rules.bias is not None, rules.mask is not None
-    (apply_bias, _), (apply_mask, _) = term_rule(rules.bias), term_rule(rules.mask)
-
-    @device
-    def apply(p, x, slope, position, j, bias_at, mask_at):
-        if softcap:
-            x = scores.softcapped(x, lane(float32(p.softcap)), lane(float32(1.0 / p.softcap)))
-        if alibi:
-            x = scores.with_alibi(x, slope, position, j)
-        if has_bias:
-            x = apply_bias(x, bias_at)
-        if has_mask:
-            x = apply_mask(x, mask_at)
-        return x
-
-    return apply
-
-
-def score_rules(shape, rules):
-    """The scale and the same for a tile: (p, s, scale, slope, position, bias_at, mask_at, row, last_row, key, keys).
-
-    row, position: of the thread's first row, counted from the terms' first row and from `key`, its first key. Rows and
-    keys that aren't there are taken for the last ones.
-    """
-    columns, rows = shape.keys // 8, 2 * shape.fragments
-    score, rule = place(columns), one_score(rules)
-
-    @device
-    def apply_to_pair(g, p, s, scale, slope, position, bias_at, mask_at, row, last_row, key, keys):
+    def apply_to_pair(g, p, s, head, scale, slope, part):
         r, n = g // columns, g % columns
-        there = min(row + r * 8, last_row)
-        bias_row, mask_row = bias_at + there * p.bias_row, mask_at + there * p.mask_row
+        row = int32(min(int32(part.row + r * 8), part.last_row))
+        bias_row, mask_row = head.bias + row * p.bias_row, head.mask + row * p.mask_row
+        position = part.position + float32(r * 8)
         for e in range(2):
-            i, j = score(r, n) + e, min(key + n * 8 + e, keys - 1)
-            x, own_position = lane(s[i]) * lane(scale), lane(position) + r * 8
-            bias_there, mask_there = bias_row + j * p.bias_column, mask_row + j * p.mask_column
-            x = rule(p, x, lane(slope), own_position, lane(float32(n * 8 + e)), bias_there, mask_there)
-            s[i] = scalar(x)
+            i, j = score(r, n) + e, int32(min(int32(part.key + n * 8 + e), part.last_key))
+            bias, mask = bias_row + j * p.bias_column, mask_row + j * p.mask_column
+            s[i], _ = rule((s[i] * scale, True), p, At(slope, position, float32(n * 8 + e), bias, mask))
 
     return unrolled(rows * columns, apply_to_pair)
 
 
-def weight_dropout(shape):
-    """Dropout of the weights of eight neighbouring keys in the two rows of a fragment."""
-    columns = shape.keys // 8
+def position_mask(tiling):
+    """A function of (s, row, left, right, end): -inf for what rows don't see for where they stand.
+
+    row: of the thread's first row, as it sees the keys from `row - left` to `row + right`; keys, and the last one that
+    there is, are counted from the thread's first key.
+    """
+    columns, rows = tiling.keys // 8, 2 * tiling.fragments
+    score = fragment_indexer(columns)
 
     @device
-    def drop_weights(g, p, s, b, h, row_index, key_index):
-        """g: fragment and keys, as s is ordered. Indices of the thread's first row and key among the random words.
+    def hide_in_row(r, s, row, left, right, end):
+        own_first, own_last = geometry.row_bounds(lane(int32(row + r * 8)), lane(left), lane(right))
+        own_last = ops.select(own_last < lane(end), own_last, lane(end))
+        for n in range(columns):
+            for e in range(2):
+                i, seen = score(r, n) + e, geometry.between(lane(int32(n * 8 + e)), own_first, own_last)
+                s[i] = hidden_unless(s[i], seen)
 
-        Two neighbouring threads hold the four keys of a counter, in two rows 8 apart: each makes one row's words.
-        """
+    return unrolled(rows, hide_in_row)
+
+
+def dropout_of_fragments(tiling):
+    """A function of (g, p, s, head, part): dropout of the weights of eight neighbouring keys in a fragment's rows.
+
+    g: fragment and keys, as s is ordered. Two neighbouring threads hold the four keys of a counter, in two rows 8
+    apart: each makes one row's words, and gives the other the two that it needs.
+    """
+    columns, (with_word, _) = tiling.keys // 8, weight_dropout(float32)
+
+    @device
+    def drop_weights(g, p, s, head, part):
         f, n, own_half = g // columns, g % columns, int32(ptx.thread_index() & 1)
-        row, group = lane(int32(row_index + f * 16 + own_half * 8)), lane(int32((key_index + n * 8) >> 2))
-        words = dropout.philox(group, row, lane(int32(h)), lane(int32(b)), p.round_keys)
-        first, threshold, factor = lane(own_half) == 0, lane(int32(p.drop_below)), lane(float32(p.keep_factor))
+        row, group = part.row + f * 16 + own_half * 8, part.group + n * 2
+        word_0, word_1, word_2, word_3 = random_words(p, head, row, group)
         for e in range(2):
-            own = ops.select(first, words[e], words[2 + e])
-            other = ops.select(first, words[2 + e], words[e])
-            other = lane(cuda.shfl_xor_sync(ALL, scalar(other), 1))
+            j = int32(own_half * 2 + e)  # this thread's key among the four; the other thread's is j ^ 2
+            own = dropout.word_of_key(word_0, word_1, word_2, word_3, lane(j))
+            other = dropout.word_of_key(word_0, word_1, word_2, word_3, lane(int32(j ^ 2)))
+            other = lane(cuda.shfl_xor_sync(ALL_LANES, scalar(other), 1))
             for half in range(2):
                 i = g * 4 + half * 2 + e
-                kept = dropout.kept(ops.select(lane(own_half) == half, own, other), threshold)
-                s[i] = scalar(ops.select(kept, lane(s[i]) * factor, 0.0))
+                s[i] = with_word(p, s[i], ops.select(lane(own_half) == half, own, other))
 
     return drop_weights

@@ -19,7 +19,7 @@ from . import cubins
 from .arguments import ARGUMENTS, unpack
 from .compile import Kernel
 from .driver import Loaded, usable
-from .plan import TABLES_TO_COME, Cut, Plan, choose, cut
+from .plan import TABLES_TO_COME, LaunchGeometry, Plan, choose, launch_geometry
 
 TABLES = ("slopes", "sinks", "k_scales", "v_scales", "sequences", "work_tiles")  # fields that point to host tables
 ALIGNMENT = 128
@@ -64,8 +64,8 @@ def load(kernel: Kernel, driver: Any, device: int) -> Any:
     return _loaded[key]
 
 
-def plan_call(call: Call, cc: tuple[int, int], simulated: bool) -> tuple[Plan, Cut, list[np.ndarray]]:
-    """Kernel and cut of a call, and the host tables that the record points to."""
+def plan_call(call: Call, cc: tuple[int, int], simulated: bool) -> tuple[Plan, LaunchGeometry, list[np.ndarray]]:
+    """Kernel and launch geometry of a call, and the host tables that the record points to."""
     if call.cu_seqlens_q is not None:
         call = with_rows_behind(call)
     problem, alive = describe(call)
@@ -77,7 +77,7 @@ def plan_call(call: Call, cc: tuple[int, int], simulated: bool) -> tuple[Plan, C
         tiles = packed_work_tiles(alive[-1], chosen.kernel.rows, call.left, call.right)
         problem["work_tiles"], problem["work_tile_count"] = address(tiles), tiles.size
         alive.append(tiles)
-    return chosen, cut(problem, chosen), alive
+    return chosen, launch_geometry(problem, chosen), alive
 
 
 def with_rows_behind(call: Call) -> Call:

@@ -13,10 +13,10 @@ from ..problem import AXES, PROBLEM, in_base_2, strides_of
 from ..scores import LOG2E
 from .arguments import pack
 from .compile import Kernel
-from .memory import load_int64
-from .operands import of_head
+from .ir.memory import load_int64
+from .loading import number_of
+from .primitives import lane, scalar
 from .tiling import FLOAT32_ACCUMULATOR, FLOAT64_ACCUMULATOR, Accumulator
-from .words import lane, scalar
 
 THREADS = 256
 
@@ -51,7 +51,7 @@ def build(accumulator: Accumulator) -> Any:
                     at = load_int64(part) + b * load_int64(part + OUT_BATCH) + h * load_int64(part + OUT_HEAD)
                     at += i * load_int64(part + OUT_ROW) + column * load_int64(part + OUT_COLUMN)
                     o = o + beta * lane(read(at, load_int64(part + OUT_FORMAT)))
-            sink = real(of_head(p.sinks, p.sink_batch, p.sink_head, b, h, -inf))
+            sink = real(number_of(p.sinks, p.sink_batch, p.sink_head, b, h, -inf))
             lse, factor = recurrence.finalize(m, l, lane(sink))
             out = p.out + b * p.out_batch + h * p.out_head + i * p.out_row + column * p.out_column
             write(out, p.out_format, scalar(recurrence.normalized(o, l, factor)))

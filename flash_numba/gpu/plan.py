@@ -1,7 +1,7 @@
-"""Which kernel takes a call, why the others don't, and how the call is cut into thread blocks.
+"""Which kernel takes a call, why the others don't, and which thread blocks the call becomes.
 
-As on the CPU, the cut depends on the call's sizes, formats and rules and on the kind of GPU only, never on how much
-else there is in the batch, so that results are the same to the bit.
+As on the CPU, how work is cut depends on the call's sizes, formats and rules and on the kind of GPU only, never on how
+much else there is in the batch, so that results are the same to the bit.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from .arguments import pack
 from .compile import Kernel
 
 # Asked in this order. The tile kernel is last, as it takes whatever the others leave.
-KERNELS = {"decode": "decode", "tensor-core": "tensorcore", "tile": "forward"}
+KERNELS = {"decode": "decode", "tensor-core": "tensorcore", "tile": "tile"}
 ALIGNED = 16  # bytes that asynchronous copies to shared memory take at once
 TABLES_TO_COME = -1  # stands for addresses of tables that depend on the kernel
 
@@ -27,13 +27,13 @@ class Plan(NamedTuple):
     module: Any
 
 
-class Cut(NamedTuple):
+class LaunchGeometry(NamedTuple):
     """What a launch of a plan needs besides addresses."""
 
     record: np.ndarray  # arguments.ARGUMENTS
     grid: tuple[int, int, int]
-    workspace_bytes: int  # for states of the recurrence that thread blocks leave to one another
-    counters: int  # int64 words that are 0 at the start
+    workspace_bytes: int  # for split states that thread blocks leave to one another
+    counters: int  # int64 that are 0 at the start
 
 
 def choose(
@@ -62,7 +62,7 @@ def choose(
     raise ValueError("no GPU kernel takes this call: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
 
 
-def cut(problem: np.ndarray, plan: Plan) -> Cut:
+def launch_geometry(problem: np.ndarray, plan: Plan) -> LaunchGeometry:
     """The thread blocks of a call, when its record is complete but for the addresses of scratch."""
     fields = {"row_tiles": -(-int(problem["queries"]) // plan.kernel.rows)}
     workspace_bytes = counters = 0
@@ -71,4 +71,4 @@ def cut(problem: np.ndarray, plan: Plan) -> Cut:
     record = pack(problem, **fields)
     if plan.name == "decode":
         workspace_bytes, counters = plan.module.workspace_bytes(record), plan.module.counters(record)
-    return Cut(record, plan.kernel.grid(record), workspace_bytes, counters)
+    return LaunchGeometry(record, plan.kernel.grid(record), workspace_bytes, counters)

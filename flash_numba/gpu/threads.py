@@ -7,7 +7,8 @@ import threading
 
 from numba import cuda
 
-from .words import SIMULATED, device
+from . import SIMULATED
+from .primitives import device
 
 SHARED_ALIGNMENT = None if SIMULATED else 16  # of shared memory, in bytes: what loads of vectors need
 

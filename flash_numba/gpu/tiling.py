@@ -1,4 +1,4 @@
-"""How a thread block shares a tile of queries and a block of keys, and what a multiprocessor has room for."""
+"""What kernels compute in, how the tile kernel cuts its work, and what a multiprocessor has room for."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from ..dtypes import FLOAT32, FLOAT64, SWAPPED
-from .elements import HIGHEST, HIGHEST_64, read_float32, read_float64, write_float32, write_float64
-from .words import device
+from ..dtypes import FLOAT32, FLOAT32_MAX, FLOAT64, FLOAT64_MAX, element_kind
+from .elements import read_float32, read_float64, write_float32, write_float64
+from .primitives import device
 
 
 class Accumulator(NamedTuple):
@@ -23,17 +23,17 @@ class Accumulator(NamedTuple):
     highest: float  # finite number
 
 
-FLOAT32_ACCUMULATOR = Accumulator(types.float32, 4, 4, FLOAT32, read_float32, write_float32, HIGHEST)
-FLOAT64_ACCUMULATOR = Accumulator(types.float64, 8, 2, FLOAT64, read_float64, write_float64, HIGHEST_64)
+FLOAT32_ACCUMULATOR = Accumulator(types.float32, 4, 4, FLOAT32, read_float32, write_float32, FLOAT32_MAX)
+FLOAT64_ACCUMULATOR = Accumulator(types.float64, 8, 2, FLOAT64, read_float64, write_float64, FLOAT64_MAX)
 
 
 def accumulator_of(problem: np.ndarray) -> Accumulator:
     """What a call is accumulated in: float64 for float64 queries, in either byte order, and float32 for all others."""
-    return FLOAT64_ACCUMULATOR if problem["q_format"] & (SWAPPED - 1) == FLOAT64 else FLOAT32_ACCUMULATOR
+    return FLOAT64_ACCUMULATOR if element_kind(problem["q_format"]) == FLOAT64 else FLOAT32_ACCUMULATOR
 
 
-class Shape(NamedTuple):
-    """Rows and keys of a thread, and threads along rows and along keys."""
+class ThreadTile(NamedTuple):
+    """Rows and keys of a thread of the tile kernel, and threads along rows and along keys."""
 
     rows: int
     keys: int
@@ -41,15 +41,18 @@ class Shape(NamedTuple):
     threads_x: int = 8
 
 
-class Tiling(NamedTuple):
-    """What follows from a shape and the head dimensions. Sizes, strides and places in shared memory, in numbers."""
+OTHER_REGISTERS = 64  # of a thread of the tile kernel: addresses, bounds and what a product is working on
+
+
+class TileTiling(NamedTuple):
+    """What follows from a `ThreadTile` and the head dimensions. Sizes and places in shared memory count numbers."""
 
     accumulator: Accumulator
-    shape: Shape
+    thread_tile: ThreadTile
     dim: int
     value_dim: int
     threads: int
-    block_q: int  # rows of a tile, keys of a block
+    block_q: int  # rows of a work tile, keys of a block
     block_k: int
     piece: int  # dimensions of K that are in shared memory at a time
     padded: int  # all of them, in whole pieces
@@ -72,14 +75,14 @@ class Tiling(NamedTuple):
     @property
     def registers(self) -> int:
         """About how many a thread needs: scores, output, operands, and what the rest takes."""
-        rows, vector = self.shape.rows, self.accumulator.vector
-        numbers = rows * (self.shape.keys + self.parts * self.vectors * vector + vector + 2) + vector
-        return numbers * self.accumulator.itemsize // 4 + 64
+        rows, vector = self.thread_tile.rows, self.accumulator.vector
+        numbers = rows * (self.thread_tile.keys + self.parts * self.vectors * vector + vector + 2) + vector
+        return numbers * self.accumulator.itemsize // 4 + OTHER_REGISTERS
 
 
-def cut(accumulator: Accumulator, shape: Shape, dim: int, value_dim: int) -> Tiling:
+def tile_tiling(accumulator: Accumulator, thread_tile: ThreadTile, dim: int, value_dim: int) -> TileTiling:
     """K goes through shared memory in pieces of up to 64 dimensions, V in columns of 1 to 3 vectors a thread."""
-    rows, keys, threads_y, threads_x = shape
+    rows, keys, threads_y, threads_x = thread_tile
     vector, threads = accumulator.vector, threads_y * threads_x
     block_q, block_k = rows * threads_y, keys * threads_x
     pieces = -(-dim // min(64, threads * vector))
@@ -94,8 +97,8 @@ def cut(accumulator: Accumulator, shape: Shape, dim: int, value_dim: int) -> Til
     kv_at = block_q * max(q_stride, out_stride)
     p_at = kv_at + block_k * max(k_stride, columns)
     partial_at = p_at + block_q * p_stride
-    return Tiling(
-        accumulator, shape, dim, value_dim, threads, block_q, block_k, piece, padded, vectors, columns,
+    return TileTiling(
+        accumulator, thread_tile, dim, value_dim, threads, block_q, block_k, piece, padded, vectors, columns,
         -(-all_vectors // vectors), q_stride, k_stride, p_stride, out_stride, kv_at, p_at, partial_at,
         partial_at + block_q * threads_x,
     )  # fmt: skip

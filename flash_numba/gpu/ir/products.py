@@ -8,10 +8,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from .lanes import I64, LLVM, instruction
 from .memory import SIZES, element, vector_load
-from .words import LLVM, instruction
 
-I64 = ir.IntType(64)
 REAL_BYTES = {LLVM[dtype]: SIZES[dtype] for dtype in (types.float32, types.float64)}
 
 
@@ -41,12 +40,12 @@ def is_hidden(builder, weight):
 
 
 def add_seen(total, weight, products):
-    """The same on arrays."""
+    """On arrays, `total + products` but where the weight is -0.0."""
     return np.where((weight == 0) & np.signbit(weight), total, total + products)
 
 
 def score_step(rows, keys, row_stride, key_stride):
-    """A word for one vector of dimensions: `step(s, shared, q, k)`.
+    """A function for one vector of dimensions: `step(s, shared, q, k)`.
 
     s[r * keys + c] += sum_i shared[q + r * row_stride + i] * shared[k + c * key_stride + i] for a thread's rows r and
     keys c, with i along a vector of 16 bytes.
@@ -76,7 +75,7 @@ def score_step(rows, keys, row_stride, key_stride):
 
 
 def value_step(rows, vectors, first, row_stride, key_stride, vector_stride, seen=False):
-    """A word for one vector of keys: `step(o, shared, p, v)`.
+    """A function for one vector of keys: `step(o, shared, p, v)`.
 
     o[first + n * rows + r] += sum_j shared[p + r * row_stride + j] * shared[v + j * key_stride + column n] for a
     thread's rows r and columns n, which are `vectors` vectors of 16 bytes, `vector_stride` apart; j along a vector.
@@ -111,7 +110,7 @@ def value_step(rows, vectors, first, row_stride, key_stride, vector_stride, seen
 
 
 def dot_step(rows, row_stride):
-    """A word for one vector of dimensions of one key: `step(s, shared, q, values)`.
+    """A function for one vector of dimensions of one key: `step(s, shared, q, values)`.
 
     s[r] += sum_i shared[q + r * row_stride + i] * values[i]
     """
@@ -136,7 +135,7 @@ def dot_step(rows, row_stride):
 
 
 def outer_step(rows, vector, first, key, seen=False):
-    """A word for one vector of V's columns: `step(o, p, values)`.
+    """A function for one vector of V's columns: `step(o, p, values)`.
 
     o[first + n * rows + r] += p[r * vector + key] * values[n]; seen: leave out what is hidden.
     """

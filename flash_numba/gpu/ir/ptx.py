@@ -1,13 +1,13 @@
 """Instructions that Numba has no name for, as inline PTX: tensor cores, and the copies and loads that feed them.
 
-The one file with inline PTX. Numbers are as in the PTX ISA: a fragment is what one thread of a warp holds of a matrix,
+Numbers are as in the PTX ISA: a fragment is what one thread of a warp holds of a matrix,
 16-bit elements two to an int32, the one with the lower index in the lower half.
 """
 
 from llvmlite import ir
 from numba import types
 
-from .words import instruction
+from .lanes import instruction
 
 F32, I32, I64 = types.float32, types.int32, types.int64
 LLVM = {F32: ir.FloatType(), I32: ir.IntType(32), I64: ir.IntType(64)}
@@ -62,7 +62,7 @@ def mma_float16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
 
 @ptx(MMA.format("bf16"), [F32] * 4, [I32] * 6 + [F32] * 4, memory=False)
 def mma_bfloat16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-    """The same for bfloat16."""
+    """`mma_float16` for bfloat16."""
     raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ def load_matrices(address):
 
 @ptx(LDMATRIX.format(".trans"), [I32] * 4, [I32])
 def load_transposed_matrices(address):
-    """The same, each matrix transposed: fragments of B where its rows lie in memory as rows."""
+    """`load_matrices` with each matrix transposed: fragments of B where its rows lie in memory as rows."""
     raise NotImplementedError
 
 
@@ -137,7 +137,7 @@ def store_shared_long(address, value):
 
 
 @ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [I32] * 4, [I32])
-def load_shared_words(address):
+def load_shared_four(address):
     """The four int32 at an address that is a multiple of 16."""
     raise NotImplementedError
 
@@ -194,7 +194,7 @@ def store_pair(address, a, b):
 
 
 @ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [I64] + [I32] * 4)
-def store_words(address, a, b, c, d):
+def store_four(address, a, b, c, d):
     """Four int32 to an address that is a multiple of 16."""
     raise NotImplementedError
 

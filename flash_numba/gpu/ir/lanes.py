@@ -1,9 +1,9 @@
-"""What the words of `ops.py` mean in a CUDA thread, and the formulas that kernels may call.
+"""A number whose literals take its own type, and how instructions get their code: LLVM IR of single numbers.
 
 Plain Numba takes a literal for a float64 and widens what it meets: `float32 * 0.5` becomes float64 arithmetic, at a
-32nd of the speed. So formulas are called with a `Lane`, a number whose literals take its own type: `lane(x)` makes one,
-`scalar(x)` gives the number back. Under Numba's simulator a kernel is plain Python on NumPy scalars, which behave so by
-themselves, and the words are those of `ops.py`.
+32nd of the speed. So formulas are called with a `Lane`: `lane(x)` makes one, `scalar(x)` gives the number back. Under
+Numba's simulator a kernel is plain Python on NumPy scalars, which behave so by themselves, and both return what they
+are given.
 """
 
 import inspect
@@ -11,28 +11,22 @@ import operator
 
 from llvmlite import ir
 from numba import types
-from numba.core import config
 from numba.core.typeconv import Conversion
 
-from .. import dropout, dtypes, geometry, ops, recurrence, scores
-
-SIMULATED = bool(config.ENABLE_CUDASIM)
+from .. import SIMULATED
 
 if not SIMULATED:
     from numba.cuda import extending
     from numba.cuda.typing import Signature
 
-I64 = ir.IntType(64)
-
-
-def formulas(module):
-    """The functions that a module defines itself."""
-    return [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
-
-
-def device(function):
-    """Let kernels call a plain Python function; it is inlined there."""
-    return function if SIMULATED else extending.register_jitable(forceinline=True)(function)
+I32, I64 = ir.IntType(32), ir.IntType(64)
+LLVM = {
+    types.float32: ir.FloatType(),
+    types.float64: ir.DoubleType(),
+    types.int32: I32,
+    types.int64: I64,
+    types.boolean: ir.IntType(1),
+}
 
 
 def instruction(typer, emit):
@@ -44,9 +38,9 @@ def instruction(typer, emit):
     """
     with_context = "context" in inspect.signature(emit).parameters
 
-    def decorate(word):
+    def decorate(function):
         if SIMULATED:
-            return word
+            return function
 
         def typed(typingctx, *args):
             found = typer(*args)
@@ -61,16 +55,16 @@ def instruction(typer, emit):
 
             return Signature(result, arguments, None), codegen
 
-        names = ", ".join(inspect.signature(word).parameters)  # Numba looks at the names of the parameters
+        names = ", ".join(inspect.signature(function).parameters)  # Numba looks at the names of the parameters
         typed_by_name = eval(f"lambda typingctx, {names}: typed(typingctx, {names})", {"typed": typed})
-        typed_by_name.__name__, typed_by_name.__module__ = word.__name__, word.__module__
-        typed_by_name.__doc__ = word.__doc__
+        typed_by_name.__name__, typed_by_name.__module__ = function.__name__, function.__module__
+        typed_by_name.__doc__ = function.__doc__
         return extending.intrinsic(typed_by_name)
 
     return decorate
 
 
-# -- a number whose literals take its type -----------------------------------------------------------------------------
+# -- a number and its instructions -------------------------------------------------------------------------------------
 
 
 class Lane(types.Type):
@@ -90,6 +84,13 @@ def is_float(lane):
     return isinstance(lane.dtype, types.Float)
 
 
+def call(builder, name, result, *args):
+    """A call of a function that NVVM or its library knows by name."""
+    kind = ir.FunctionType(result, [x.type for x in args])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, args)
+
+
 @instruction(lambda x: (Lane(types.unliteral(x)), (types.unliteral(x),)), lambda builder, result, given, x: x)
 def lane(x):
     """A number as the formulas take it."""
@@ -104,7 +105,7 @@ def scalar(x):
 
 def _larger(builder, result, given, a, b):
     name = "llvm.nvvm.fmax.f" if result == types.float32 else "llvm.nvvm.fmax.d"
-    return _call(builder, name, a.type, a, b)
+    return call(builder, name, a.type, a, b)
 
 
 @instruction(lambda a, b: (a, (a, a)), _larger)
@@ -116,13 +117,7 @@ def larger(a, b):
     return a if a > b or b != b else b
 
 
-def _call(builder, name, result, *args):
-    kind = ir.FunctionType(result, [x.type for x in args])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    return builder.call(function, args)
-
-
-# -- what the words mean there -----------------------------------------------------------------------------------------
+# -- how operations on lanes are typed, and their code -----------------------------------------------------------------
 
 
 def common(*args):
@@ -133,15 +128,15 @@ def common(*args):
     return max(lanes, key=lambda t: (is_float(t), t.dtype != types.boolean))
 
 
-def register(word, arity, typer, emit):
-    """Typing and code of a word or an operator on lanes."""
+def register(operation, arity, typer, emit):
+    """Tell numba-cuda the type and the code of a primitive operation or an operator on lanes."""
     typers = {1: lambda a: typer(a), 2: lambda a, b: typer(a, b), 3: lambda a, b, c: typer(a, b, c)}
-    extending.type_callable(word)(lambda context: typers[arity])
+    extending.type_callable(operation)(lambda context: typers[arity])
 
     def codegen(context, builder, sig, args):
         return emit(builder, sig.args[-1], *args)
 
-    extending.lower_builtin(word, *[Lane] * arity)(codegen)
+    extending.lower_builtin(operation, *[Lane] * arity)(codegen)
 
 
 def same_lane(*args):
@@ -176,13 +171,6 @@ def comparison(sign):
     return emit
 
 
-LLVM = {
-    types.float32: ir.FloatType(),
-    types.float64: ir.DoubleType(),
-    types.int32: ir.IntType(32),
-    types.int64: I64,
-    types.boolean: ir.IntType(1),
-}
 SAME_SIZE = {
     "int": {types.float32: types.int32, types.float64: types.int64},
     "float": {types.int32: types.float32, types.int64: types.float64},
@@ -205,20 +193,33 @@ def half_lane(bits):
 
 
 def widen_half(builder, kind, bits):
-    return _call(builder, "llvm.convert.from.fp16.f32", ir.FloatType(), builder.trunc(bits, ir.IntType(16)))
+    return call(builder, "llvm.convert.from.fp16.f32", ir.FloatType(), builder.trunc(bits, ir.IntType(16)))
 
 
 def by_size(of_32_bits, of_64_bits):
     """A call of one function for float32 and of another for float64."""
-    return lambda builder, kind, x: _call(builder, of_32_bits if kind.dtype == types.float32 else of_64_bits, x.type, x)
+    return lambda builder, kind, x: call(builder, of_32_bits if kind.dtype == types.float32 else of_64_bits, x.type, x)
 
 
 def divide(builder, kind, x, y):
-    return _call(builder, "llvm.nvvm.div.approx.f", x.type, x, y) if kind.dtype == types.float32 else builder.fdiv(x, y)
+    return call(builder, "llvm.nvvm.div.approx.f", x.type, x, y) if kind.dtype == types.float32 else builder.fdiv(x, y)
+
+
+def negate(builder, kind, x):
+    """Not fneg: LLVM 7, which NVVM is for most GPUs, has none."""
+    return builder.fsub(x.type(-0.0), x) if is_float(kind) else builder.neg(x)
+
+
+def choose(builder, kind, mask, a, b):
+    return builder.select(mask, a, b)
+
+
+def multiply_high(builder, kind, x, y):
+    return call(builder, "llvm.nvvm.mulhi.ui", x.type, x, y)
 
 
 def install():
-    """Tell numba-cuda about lanes, the words on them, and the formulas."""
+    """Tell numba-cuda about lanes, the operators on them, and what turns into them."""
 
     @extending.register_model(Lane)
     class LaneModel(extending.core_models.PrimitiveModel):
@@ -239,18 +240,9 @@ def install():
         register(inplace, 2, same_lane, arithmetic(*names))
     for name, sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
         register(getattr(operator, name), 2, mask_lane, comparison(sign))
-    # not fneg: LLVM 7, which NVVM is for most GPUs, has none
-    register(operator.neg, 1, same_lane, lambda b, kind, x: b.fsub(x.type(-0.0), x) if is_float(kind) else b.neg(x))
-    register(ops.select, 3, select_lane, lambda builder, kind, mask, a, b: builder.select(mask, a, b))
-    register(ops.mul_high, 2, same_lane, lambda b, kind, x, y: _call(b, "llvm.nvvm.mulhi.ui", x.type, x, y))
-    register(ops.as_int, 1, *bits_as("int"))
-    register(ops.as_float, 1, *bits_as("float"))
+    register(operator.neg, 1, same_lane, negate)
     for division in (operator.truediv, operator.itruediv):  # to 2 ulp in float32; IEEE's is a call
         register(division, 2, same_lane, divide)
-    # approximate to 2 ulp, subnormals to 0, -inf to 0, NaN to NaN
-    register(ops.exp2, 1, float_lane, by_size("llvm.nvvm.ex2.approx.ftz.f", "__nv_exp2"))
-    register(ops.log2, 1, float_lane, by_size("llvm.nvvm.lg2.approx.f", "__nv_log2"))
-    register(ops.tanh, 1, float_lane, by_size("__nv_tanhf", "__nv_tanh"))
 
     @extending.lower_cast(types.Number, Lane)
     @extending.lower_cast(types.Boolean, Lane)
@@ -263,20 +255,6 @@ def install():
             return value
         convert = builder.uitofp if fromty.dtype == types.boolean else builder.sitofp
         return convert(value, LLVM[toty.dtype])
-
-    # GPUs have an instruction for this formula
-    register(dtypes.float16_to_float32, 1, half_lane, widen_half)
-
-    for formula in (
-        ops.maximum,
-        *formulas(recurrence),
-        *formulas(scores),
-        *formulas(geometry),
-        *formulas(dtypes),
-        *formulas(dropout),
-    ):
-        if formula is not dtypes.float16_to_float32:
-            device(formula)
 
 
 if not SIMULATED:

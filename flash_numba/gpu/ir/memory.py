@@ -1,7 +1,8 @@
 """Memory as CUDA threads see it: global memory by raw addresses, and vectors of 16 bytes in shared memory.
 
-A kernel gets addresses and byte strides (`problem.PROBLEM`), all 64 bits wide, so that no array is too large. Each
-word's Python body is what it means on host memory, for Numba's simulator; the code beside it is what it compiles to.
+A kernel gets addresses and byte strides (`problem.PROBLEM`), all 64 bits wide, so that no array is too large. The
+Python body of a function is what it means on host memory, for Numba's simulator; the code beside it is what it compiles
+to.
 """
 
 import ctypes
@@ -11,9 +12,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from .words import LLVM, SIMULATED, instruction
+from .. import SIMULATED
+from .lanes import I32, I64, LLVM, instruction
 
-I32, I64 = ir.IntType(32), ir.IntType(64)
 GLOBAL = 1  # address space
 SIZES = {types.float32: 4, types.float64: 8, types.int32: 4, types.int64: 8, types.uint16: 2, types.uint8: 1}
 HOST = {
@@ -38,7 +39,7 @@ def global_pointer(builder, address, kind):
 
 
 def reader(dtype, result=None):
-    """A word that reads one `dtype` at an address; integers of less than 32 bits as int32."""
+    """A function that loads one `dtype` from an address; integers of less than 32 bits as int32."""
     result = result or dtype
 
     def emit(builder, kind, given, address):
@@ -56,6 +57,7 @@ def reader(dtype, result=None):
 
 
 def writer(dtype, given=None):
+    """A function that stores one `dtype` to an address, of what is given as another."""
     given = given or dtype
 
     def emit(builder, kind, arguments, address, value):
@@ -115,7 +117,7 @@ def vector_store(builder, pointer, kind, values):
 
 
 def fetcher(count):
-    """A word that reads `count` int32 at an address that is a multiple of their size to local[k] and on."""
+    """A function that loads `count` int32 from an address that is a multiple of their size to local[k] and on."""
 
     def emit(context, builder, kind, given, local, k, address):
         to = element(context, builder, given[0], local, k)
@@ -205,7 +207,7 @@ def _give(context, builder, kind, given, array, i, local, k):
 
 @instruction(lambda array, i, local, k: (types.void, (array, types.intp, local, types.intp)), _give)
 def give(array, i, local, k):
-    """The other way, in one store."""
+    """16 bytes of the thread's own floats, from local[k] on, to a shared array, from array[i] on, in one store."""
     n = 16 // array.itemsize
     array[i : i + n] = local[k : k + n]
 
