@@ -1,27 +1,17 @@
 """Compiled kernels on disk: one checksummed file a kernel, no index, replaced atomically.
 
 Whatever goes wrong (a full disk, a damaged file, another process at the same time) means compiling again, never an
-error. What a file may be used for is in its name: a digest of the sources that the kernel is made of, and of whatever
-else changes the code.
+error. What a file may be used for is in its name: a digest of the code that the kernel is made of (`code_digest.py`),
+and of whatever else changes the machine code.
 """
 
 import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 CHECKSUM = 32  # bytes of SHA-256 ahead of the payload
-FORMULAS = (
-    "ops.py",
-    "recurrence.py",
-    "scores.py",
-    "dropout.py",
-    "dtypes.py",
-    "geometry.py",
-    "problem.py",
-)  # in kernels of any target
 
 log: list[str] = []  # what was loaded, saved or refused in this process, for tests and for reports of trouble
 
@@ -52,16 +42,6 @@ def private_folder() -> Path | None:
         log.append(f"no cache: {folder} belongs to somebody else or others may write to it")
         return None
     return folder
-
-
-def digest_of(package: Path, sources: Iterable[str], facts: object) -> str:
-    """Of the source files that match the patterns, and of everything else that changes the code."""
-    h = hashlib.sha256()
-    for pattern in sources:
-        for path in sorted(package.glob(pattern)):
-            h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    h.update(repr(facts).encode())
-    return h.hexdigest()
 
 
 def file_name(kernel: str, *key: object) -> str:

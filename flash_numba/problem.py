@@ -5,6 +5,7 @@ fifty arguments, and no array type multiplies the number of compiled specialisat
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,6 +106,31 @@ PROBLEM = np.dtype(
     ],
     align=True,
 )
+
+
+class Head(NamedTuple):
+    """A query head as kernels have read it from the record: where its arrays start, its lengths, its own numbers.
+
+    What a kernel doesn't ask of it is dead code there.
+    """
+
+    b: int  # batch element, or packed sequence
+    h: int
+    q: int  # addresses of row 0; of k and v those of the key head that it shares
+    k: int
+    v: int
+    out: int
+    lse: int
+    bias: int
+    mask: int
+    queries: int
+    keys: int
+    shift: int  # row i stands at position i + shift
+    row_index: int  # of row 0 among the random words
+    scale: float  # of the scores, to base 2, times that of 8-bit keys
+    v_scale: float
+    slope: float  # of ALiBi, to base 2; 0 without
+    sink: float  # to base 2; -inf without
 
 
 def describe(call: Call) -> tuple[np.ndarray, list[np.ndarray]]:

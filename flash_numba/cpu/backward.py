@@ -23,6 +23,7 @@ from numba import njit, types
 
 from .. import geometry, ops, recurrence, scores
 from ..geometry import VisibleKeys
+from ..problem import Head
 from .backward_plan import CHAINED_TILE, LAUNCH_PARAMETERS
 from .backward_products import STEP, add_bias_gradient, add_key_gradients, add_query_gradients, add_seen, fill
 from .compile import HELPER, STAGE
@@ -32,7 +33,6 @@ from .ir.lanes import itemsize, lane, lanes_of, real, scalar, tile_width
 from .ir.memory import address_of, load, move, part, pointer_like, pointer_to, record_at, store
 from .ir.threads import give_way, publish, read_flag, read_progress
 from .loading import (
-    Head,
     ahead_of,
     head_of,
     keys_of,

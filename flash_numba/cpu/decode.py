@@ -21,6 +21,7 @@ from numba import njit
 
 from .. import geometry, ops, recurrence
 from ..geometry import VisibleKeys
+from ..problem import Head
 from .compile import HELPER, STAGE
 from .decode_products import add_values_of_block, multiply_keys_of_block
 from .formats import all_finite, saturated, store_row
@@ -29,7 +30,6 @@ from .ir.lanes import itemsize, lane, lanes_of, real, scalar, sum_of_lanes, top_
 from .ir.memory import load, move, part, pointer_like, prefetch, store
 from .ir.threads import count_finished, read_flag
 from .loading import (
-    Head,
     head_of,
     keys_of,
     load_padded,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from numba import njit
 
 from .. import geometry, ops, recurrence, scores
+from ..problem import Head
 from . import primitives  # noqa: F401  gives the primitive operations of the formulas their meaning
 from .compile import HELPER, STAGE
 from .formats import all_finite, in_place, saturated, store_row, transpose
@@ -29,7 +30,6 @@ from .ir.products import product_step
 from .ir.registers import REGISTER_TILE
 from .ir.threads import keep_subnormals, next_tile, read_flag, restore_float_state
 from .loading import (
-    Head,
     ahead_of,
     head_of,
     keys_of,

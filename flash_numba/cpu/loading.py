@@ -12,7 +12,7 @@ from numba import njit, types
 
 from .. import geometry
 from ..dtypes import BFLOAT16, FLOAT16
-from ..problem import PROBLEM, SEQUENCE, WORK_TILE
+from ..problem import PROBLEM, SEQUENCE, WORK_TILE, Head
 from .compile import HELPER, STAGE
 from .formats import in_place, load_row, transpose
 from .ir.lanes import itemsize, lanes_of, tile_width
@@ -28,28 +28,6 @@ SEQUENCE_BYTES, WORK_TILE_BYTES = SEQUENCE.itemsize, WORK_TILE.itemsize
 
 
 # -- a head, and which keys its rows see -------------------------------------------------------------------------------
-
-
-class Head(NamedTuple):
-    """A query head: where its arrays start, its lengths, and the numbers that are its own."""
-
-    b: int  # batch element, or packed sequence
-    h: int
-    q: int  # addresses of row 0; of k and v those of the key head that it shares
-    k: int
-    v: int
-    out: int
-    lse: int
-    bias: int
-    mask: int
-    queries: int
-    keys: int
-    shift: int  # row i stands at position i + shift
-    row_index: int  # of row 0 among the random words
-    scale: float  # of the scores, to base 2, times that of 8-bit keys
-    v_scale: float
-    slope: float  # of ALiBi, to base 2; 0 without
-    sink: float  # to base 2; -inf without
 
 
 @njit(**HELPER)

@@ -1,35 +1,34 @@
 """Machine code of kernels, from disk where another process has compiled them (`disk_cache.py`).
 
 Numba's own cache misses for kernels that are made by a function or hold intrinsics. Here a cubin lies under the digest
-of every source file that it is made of, the versions, the compute capability and the name of the specialisation.
+of all code that it is made of (`code_digest.py`), the versions, the compute capability and the specialisation's name.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import disk_cache
+from .. import code_digest, disk_cache
 from ..backend import INSTALL, BackendError
 from .compile import ENTRY, Kernel, architecture, assemble, to_ptx
 from .driver import version_of
 
-SOURCES = (*disk_cache.FORMULAS, "gpu/*.py", "gpu/ir/*.py")
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink")
 COMPILERS_12 = ("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12")  # as they were packaged for CUDA 12
 
 
-def digest() -> str:
-    """Of the sources that kernels are compiled from, and of everything else that changes the code."""
+def digest(module: str) -> str:
+    """Of the code that a module's kernels are compiled from, and of everything else that changes the machine code."""
     facts = [*map(version_of, COMPILERS + COMPILERS_12), np.__version__, sys.version_info[:2]]
-    return disk_cache.digest_of(Path(__file__).parent.parent, SOURCES, facts)
+    return code_digest.of_code(module, facts)
 
 
 def machine_code(kernel: Kernel, cc: tuple[int, int]) -> tuple[bytes, str]:
     """The kernel for a compute capability, and what it is called there."""
     folder = disk_cache.private_folder()
-    path = folder and folder / disk_cache.file_name(f"{kernel.name}_{architecture(cc)}", digest(), kernel.name, cc)
+    of = digest(kernel.function.__module__)
+    path = folder and folder / disk_cache.file_name(f"{kernel.name}_{architecture(cc)}", of, kernel.name, cc)
     cubin = disk_cache.load(path) if path else None
     if path and cubin is not None:
         disk_cache.log.append(f"loaded {path.name}")

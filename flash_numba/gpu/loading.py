@@ -5,12 +5,11 @@ one of `geometry.next_block` and `geometry.block_state`, which kernels ask with 
 """
 
 from math import inf
-from typing import NamedTuple
 
 from numba import types
 
 from .. import geometry
-from ..problem import SEQUENCE, WORK_TILE
+from ..problem import SEQUENCE, WORK_TILE, Head
 from .ir.memory import load_float64, load_int64
 from .primitives import device
 
@@ -22,28 +21,6 @@ Q, K, V, OUT, LSE, BIAS, MASK, QUERIES, KEYS, SHIFT, ROW_INDEX = (
     SEQUENCE.fields[name][1]  # type: ignore[index]
     for name in ("q", "k", "v", "out", "lse", "bias", "mask", "queries", "keys", "shift", "row_index")
 )
-
-
-class Head(NamedTuple):
-    """A query head of a batch element or packed sequence. What a kernel doesn't ask of it is dead code there."""
-
-    b: int  # batch element or packed sequence
-    h: int
-    q: int  # addresses of its first row or first key
-    k: int
-    v: int
-    out: int
-    lse: int
-    bias: int
-    mask: int
-    queries: int  # lengths
-    keys: int
-    shift: int  # row i stands at position i + shift
-    row_index: int  # of row 0 among the random words
-    scale: float  # of scores, that of K included
-    v_scale: float
-    slope: float  # 0 without ALiBi
-    sink: float  # -inf for none
 
 
 @device

@@ -39,8 +39,8 @@ def in_order(softcap, alibi, operands, position=None):
     The stages are device functions with the same arguments, of which the first is what the one before has returned.
     position: what hides keys by causal masks and windows; None where it isn't done score by score.
     """
-    user_function = None  # the place of a user's function of the score
-    return chained([stage for stage in (softcap, alibi, user_function, operands, position) if stage is not None])
+    user_function = None  # the place of a user's function of the score; what the operands hide, -inf, has to stay so
+    return chained([stage for stage in (softcap, alibi, operands, user_function, position) if stage is not None])
 
 
 def chained(stages):
