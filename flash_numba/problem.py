@@ -108,6 +108,8 @@ PROBLEM = np.dtype(
 )
 
 
+# Fields that hold the address of a table, which `describe` makes in host memory; a GPU is given copies.
+TABLES = ("slopes", "sinks", "k_scales", "v_scales", "sequences", "work_tiles")
 # The 64-bit words of an array's four strides.
 STRIDES_AT = {
     name: slice(PROBLEM.fields[f"{name}_batch"][1] // 8, PROBLEM.fields[f"{name}_column"][1] // 8 + 1)  # type: ignore[index]

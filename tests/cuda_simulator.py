@@ -1,4 +1,4 @@
-"""Conformance of the tile kernel and the decode kernel in Numba's simulator; run by `test_cuda_simulator.py`.
+"""Conformance of the tile kernel and the decode kernel in Numba's simulator; run by `test_cuda_tiles.py`.
 
 The simulator runs each GPU thread as one of Python's, so cases are small: every pair of score rules, with many query
 rows and few by turns, and the cheapest of the other cases that together have all features.

@@ -1,8 +1,10 @@
 """Which file imports which: no circles, and nothing heavy or optional before it is needed."""
 
 import ast
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -73,3 +75,62 @@ print([name for name in sys.modules if (name + ".").startswith(tuple(f"{h}." for
 """
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == "[]", run.stderr
+
+
+# ---- the shape of the code: what CONTRIBUTING says of files, functions and places
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_files_and_functions_are_short(module):
+    """At most 450 lines a file, and 80 a function besides its docstring."""
+    text = FILES[module].read_text()
+    assert text.count("\n") <= 450
+    for function in functions(ast.parse(text)):
+        body = function.body[1:] if ast.get_docstring(function) and len(function.body) > 1 else function.body
+        assert function.end_lineno - body[0].lineno + 1 <= 80, function.name
+
+
+def test_llvm_ir_and_ptx_stand_in_their_folders():
+    outside = [module for module in FILES if ".ir" not in module]
+    assert [module for module in outside if re.search(r"llvmlite import|InlineAsm", FILES[module].read_text())] == []
+
+
+KERNELS = [module for module in FILES if module.startswith(("flash_numba.cpu.", "flash_numba.gpu."))]
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern"),
+    [
+        ("the bounds of a row", r"\bp\.left\s*[-+]|[-+]\s*p\.(left|right)\b"),
+        ("the running sum's update", r"\balpha\)?\s*\*\s*(lane\()?(load\()?l\b"),
+        ("exp2 of a score", r"\bexp2\(.*-"),
+        ("the word of a key", r"&\s*3\b(?!\d).*word|word.*&\s*3\b"),
+        ("base 2", r"(sink|slope).*\* ?(scores\.)?LOG2E"),
+    ],
+)
+def test_a_formula_stands_in_one_place(what, pattern):
+    """Kernels call `geometry.py`, `recurrence.py`, `dropout.py` and `problem.py` for it."""
+    found = [
+        f"{module}: {line.strip()}"
+        for module in KERNELS
+        if not module.endswith("primitives")  # what exp2 is
+        for line in FILES[module].read_text().splitlines()
+        if re.search(pattern, line.partition("#")[0]) and '"""' not in line
+    ]
+    assert not found, what
+
+
+def test_every_file_is_in_contributing():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    table = text[text.index("## Where to look") : text.index("## Recipes")]
+    named = set(re.findall(r"[\w*]+\.py|\w+/", table))
+    for module, path in FILES.items():
+        folder = path.parent.name
+        if folder in ("ir", "reference", "bench") or path.name == "__init__.py":
+            assert f"{folder}/" in named or folder == "flash_numba" or folder in ("cpu", "gpu"), module
+        else:
+            assert any(fnmatch(path.name, name) for name in named), module

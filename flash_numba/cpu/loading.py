@@ -1,8 +1,8 @@
 """Where things lie in memory, and how rows of them get to where a kernel works on them.
 
 A key's row lies where `row_address` says, in the format that `load_one` reads, and may be read where it lies if
-`readable_in_place` or `readable_as_stored` says so. All kernels ask these, so another way of storing keys (pages, a
-scale for each token) changes them and no kernel.
+`readable_in_place` or `readable_as_stored` says so, or loaded with others at once if `are_one_row` does. All kernels
+ask these, so another way of storing keys (pages, a scale for each token) changes them and no kernel.
 """
 
 from math import inf
@@ -148,6 +148,12 @@ def readable_as_stored(like, rows, first, count):
 
 
 @njit(**HELPER)
+def are_one_row(rows, first, count):
+    """Whether `count` rows from row `first` on lie behind one another, with nothing between them or beside them."""
+    return rows.row_stride == rows.columns * rows.column_stride
+
+
+@njit(**HELPER)
 def stride_of(like, rows):
     """Elements from row to row of rows that are read in place."""
     return rows.row_stride // itemsize(like)
@@ -184,7 +190,7 @@ def load_block(block, rows, first, count):
 def load_padded(block, rows, first, count, padded):
     """The same into a block, each row filled up with zeros to a whole number of registers."""
     columns = rows.columns
-    if columns == padded and rows.row_stride == columns * rows.column_stride:  # one long row
+    if columns == padded and are_one_row(rows, first, count):
         load_row(block, count * columns, row_address(rows, first), rows.column_stride, rows.code)
         return
     for j in range(count):

@@ -1,6 +1,6 @@
 """Elements of any format between global memory and a kernel's own floats, one at a time or in vectors.
 
-The twin of `cpu/rows.py`. What the formats mean stands in `dtypes.py`. An element of an unknown format reads as NaN.
+The twin of `cpu/formats.py`. What the formats mean stands in `dtypes.py`. An element of an unknown format reads as NaN.
 """
 
 from math import nan

@@ -13,7 +13,7 @@ import numpy as np
 from ..addresses import address, address_of
 from ..backend import YES, Support
 from ..call import Call
-from ..problem import describe
+from ..problem import TABLES, describe
 from ..work_tiles import packed_work_tiles
 from . import cubins
 from .arguments import ARGUMENTS, unpack
@@ -21,7 +21,6 @@ from .compile import Kernel
 from .driver import Loaded, usable
 from .plan import TABLES_TO_COME, LaunchGeometry, Plan, choose, launch_geometry
 
-TABLES = ("slopes", "sinks", "k_scales", "v_scales", "sequences", "work_tiles")  # fields that point to host tables
 ALIGNMENT = 128
 
 WORDS = ARGUMENTS.itemsize // 8

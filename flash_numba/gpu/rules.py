@@ -26,6 +26,11 @@ class Rules(NamedTuple):
     mask: int | None = None
     dropout: bool = False
 
+    @property
+    def on_scores(self) -> bool:
+        """Whether there are any but dropout, which is one on weights."""
+        return self._replace(dropout=False) != Rules()
+
 
 def rules_of(problem: np.ndarray) -> Rules:
     """The rules of a `PROBLEM` record."""

@@ -28,7 +28,6 @@ from .ir.memory import store_float32
 from .loading import head_of, query_address, row_keys
 from .nonfinite import query_signs, row_attention, row_test
 from .primitives import device, lane, scalar
-from .rules import Rules
 from .tensor_tiling import PIECE
 
 
@@ -210,7 +209,7 @@ def block_rules(tiling, rules):
     """`(apply_rules, dropout_part)`: all that is done to a block's scores, and where its weights stand for dropout."""
     warp_rows, (_, noted) = tiling.warp_rows, notes(tiling)
     noted_tile, noted_position = noted.tile, noted.position
-    has_rules = rules[:4] != Rules()[:4]
+    has_rules = rules.on_scores
     hide_by_position, apply_to_tile = position_mask(tiling), tile_rules(tiling, rules)
 
     @device

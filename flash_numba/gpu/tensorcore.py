@@ -75,7 +75,7 @@ def attention_kernel(tiling, rules):
     tile_rows, block_keys = tiling.rows, tiling.keys
     s_size, o_size = tiling.fragments * tiling.keys // 2, tiling.fragments * tiling.dim // 2
     row_count = 2 * tiling.fragments
-    has_rules = rules[:4] != Rules()[:4]
+    has_rules = rules.on_scores
 
     def kernel(p):
         shared = ptx.shared_address(cuda.shared.array(0, int32, PIECE))
