@@ -210,7 +210,7 @@ def formats_of(need: Collection[str], call: Call, q, k, v, bias, sinks) -> dict[
     for name, x in zip(NEED, (q, k, v, bias, sinks), strict=True):
         if x is None or name not in need:
             continue
-        dtype = np.asarray(x).dtype.newbyteorder("=")
+        dtype = check.native(np.asarray(x).dtype)
         if name == "bias" and dtype == np.bool_:
             continue
         if dtype not in CODES:
