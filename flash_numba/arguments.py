@@ -173,11 +173,6 @@ def check_integer_seed(seed: Any) -> None:
         )
 
 
-def check_callable(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} must be callable or None, got {value!r}")
-
-
 def check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, bshd: bool) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, layout={'bshd' if bshd else 'bhsd'!r}"
     (*q_batch, heads, queries, dim), (*k_batch, k_heads, keys, k_dim), (*v_batch, v_heads, v_keys, value_dim) = (

@@ -36,7 +36,8 @@ def recall(
         kind is type(k) is type(v)
         and (kind is np.ndarray or kind in FORMS)
         and bias is mask is alibi_slopes is sinks is q_lengths is kv_lengths is q_offset is k_scale is v_scale is None
-        and out is progress is None
+        and out is None
+        and (progress is None or progress is False)
         and is_plain(window, scale, softcap, dropout, causal, layout, backend)
         and dropout == 0
     ):

@@ -2,12 +2,14 @@
 
 import warnings
 
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import flash_numba
 from flash_numba import AttentionStream, attention, attention_grad, attention_partial, attention_varlen, merge, prepared
+from flash_numba.cpu.backend import CPU
 
 
 def normal(*shape, seed=0):
@@ -151,10 +153,13 @@ def test_a_masked_output_is_refused(qkv):
 STRINGS = np.array([["1", "2"]], np.dtypes.StringDType())
 
 
-@pytest.mark.parametrize(
-    "name", ["q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "q_offset", "out"]
-    + ["k_scale", "v_scale", "dout", "lse", "dlse", "outs", "lses", "cu_seqlens_q", "cu_seqlens_k", "dtypes", "scale"]
-)  # fmt: skip
+OF_ARRAYS = (
+    *("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "q_offset", "out", "scale"),
+    *("k_scale", "v_scale", "dout", "lse", "dlse", "outs", "lses", "cu_seqlens_q", "cu_seqlens_k", "dtypes"),
+)
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
 def test_strings_of_any_length_are_refused(qkv, name):
     """NumPy's StringDType, which has no byte order."""
     q, k, v = qkv
@@ -236,6 +241,67 @@ def test_merge_checks_its_parts(qkv):
 
 def test_a_numpy_bool_is_a_bool(qkv):
     np.testing.assert_array_equal(attention(*qkv, causal=np.True_), attention(*qkv, causal=True))
+
+
+class dtype:
+    """As PyTorch's is, which needn't be imported."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return f"torch.{self.name}"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The dtypes that `warmup` would compile kernels for."""
+    seen = []
+    monkeypatch.setattr(CPU, "compile_jobs", lambda self, dtypes, dims, gradients: seen.extend(dtypes) or [])
+    return seen
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [*(getattr(np, name) for name in ("float64", "float32", "float16")), ml_dtypes.bfloat16, float]
+    + ["float64", "float32", "float16", "bfloat16"]
+    + [np.dtype(name) for name in ("float64", ">f4", "bfloat16")]
+    + [dtype(name) for name in ("float64", "float32", "float16", "bfloat16")],
+    ids=repr,
+)
+def test_dtypes_that_are_warmed_up(compiled, given, several):
+    flash_numba.warmup([given] if several else given)
+    name = getattr(given, "name", None) or getattr(given, "__name__", given)
+    assert compiled == [np.dtype({"float": "float64"}.get(name, name))]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [None, 3, 3.5, "nope", "int32", np.int32, int, str, object(), dtype("int8"), dtype("float8_e5m2"), np.dtype("V2")],
+    ids=repr,
+)
+def test_dtypes_that_are_not(compiled, given, several):
+    with pytest.raises(TypeError, match=r"dtypes must be one or several of float64, .*bfloat16, got ") as raised:
+        flash_numba.warmup([np.float32, given] if several else given)
+    assert str(raised.value).endswith(f"got {given!r}")
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        *((x, TypeError) for x in (None, "64", 64.0, [64, None], object())),
+        *((x, ValueError) for x in (0, [64, -1])),
+    ],
+    ids=repr,
+)
+def test_head_dims_that_are_refused(compiled, given, error):
+    with pytest.raises(error, match="head_dims must be one or several integers of at least 1, got "):
+        flash_numba.warmup(head_dims=given)
+    flash_numba.warmup(head_dims=np.int64(64))
+    assert len(compiled) == 1
 
 
 def test_one_dtype_may_be_warmed_up_by_name():

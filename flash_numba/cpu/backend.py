@@ -1,5 +1,6 @@
 """The CPU as a backend (`backend.py`): from a checked call to the kernels' launch."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -236,7 +237,7 @@ def machine() -> dict[str, str]:
     """What was found of the CPU, its threads and the cache of its kernels."""
     import numba
 
-    from . import kernel_cache
+    from .. import disk_cache
     from .ir import registers
 
     tile = registers.REGISTER_TILE
@@ -247,6 +248,9 @@ def machine() -> dict[str, str]:
         found["threading layer"] = numba.threading_layer()
     except ValueError:
         found["threading layer"] = f"not started yet ({numba.config.THREADING_LAYER})"
-    folder = kernel_cache.private_folder()
-    found["kernel cache"] = str(folder) if folder else f"none: {kernel_cache.log[-1]}"
+    if numba.config.DISABLE_JIT:
+        found["kernels"] = "none: NUMBA_DISABLE_JIT is set, which leaves backend='reference'"
+    found["kernel cache"] = str(disk_cache.private_folder() or f"none: {disk_cache.why_not()}")
+    if os.environ.get("FLASH_NUMBA_SHARED_CACHE_DIR"):
+        found["shared kernel cache"] = str(disk_cache.shared_folder() or f"none: {disk_cache.why_not()}")
     return found
