@@ -96,6 +96,26 @@ def why_not() -> str:
     return log[-1].partition(": ")[2]
 
 
+def shared_cache() -> str:
+    """The shared folder in a line, for `info`: which it is, and what there isn't read and why."""
+    folder = shared_folder()
+    if folder is None:
+        return f"none: {why_not()}"
+    kernels = list(folder.glob("*.kernel"))
+    closed = [path for path in kernels if not is_readable(path)]
+    if not os.access(folder, os.R_OK | os.X_OK) or closed:
+        return f"{folder}, of which you may not read {f'{len(closed)} of {len(kernels)} kernels' if closed else 'any'}"
+    return str(folder)
+
+
+def is_readable(path: Path) -> bool:
+    try:
+        check_trust(path, path.stat())
+    except OSError:
+        return False
+    return os.access(path, os.R_OK)
+
+
 def find(name: str) -> bytes | None:
     """A kernel's payload by the name of its file, from the user's own cache or the shared one."""
     folder = private_folder()

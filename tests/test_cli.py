@@ -313,12 +313,12 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path, out, qkv):
 def test_a_file_name_that_cant_be_printed(qkv, out, encoding):
     """One that isn't UTF-8, and one that the output's encoding has no characters for, as output, input and mask."""
     environment = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
-    for name, shown in ((b"\xff\xfc.npy", "\\udcff\\udcfc.npy"), ("\N{SNOWMAN}.npy".encode(), ".npy")):
+    for name in (b"\xff\xfc.npy", "\N{SNOWMAN}.npy".encode()):
         path = os.path.join(os.fsencode(out.parent), name)
         command = [sys.executable, "-m", "flash_numba.cli", "run", os.fsencode(qkv), "-o", path]
         done = subprocess.run(command, env=environment, capture_output=True, timeout=240)
         assert (done.returncode, done.stderr) == (0, b"")
-        assert f"{shown}: {Q.shape} float32" in done.stdout.decode()
+        assert f".npy: {Q.shape} float32" in done.stdout.decode()
         assert os.path.exists(path)
         for more in ([path], [os.fsencode(qkv), path, b"-o", path], [os.fsencode(qkv), b"--mask", path, b"-o", path]):
             command = [sys.executable, "-m", "flash_numba.cli", "run", *more, "-o", os.fsencode(out)]

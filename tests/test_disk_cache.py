@@ -117,6 +117,19 @@ def test_info_says_why_a_shared_cache_isnt_read(shared, monkeypatch):
     assert not (shared / "missing").exists()
 
 
+def test_info_says_which_shared_kernels_cant_be_read(shared, monkeypatch):
+    """`warmup` leaves them to their owner alone."""
+    disk_cache.save(shared / "kernel-1.kernel", PAYLOAD)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != NAME)
+    assert flash_numba.info()["shared kernel cache"] == f"{shared}, of which you may not read 1 of 2 kernels"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != shared)
+    assert flash_numba.info()["shared kernel cache"] == f"{shared}, of which you may not read any"
+    monkeypatch.undo()
+    monkeypatch.setenv("FLASH_NUMBA_SHARED_CACHE_DIR", str(shared))
+    (shared / NAME).chmod(0o622)
+    assert flash_numba.info()["shared kernel cache"] == f"{shared}, of which you may not read 1 of 2 kernels"
+
+
 def status(user, mode):
     return os.stat_result((mode, 0, 0, 1, user, 0, 0, 0, 0, 0))
 

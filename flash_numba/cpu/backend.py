@@ -252,5 +252,5 @@ def machine() -> dict[str, str]:
         found["kernels"] = "none: NUMBA_DISABLE_JIT is set, which leaves backend='reference'"
     found["kernel cache"] = str(disk_cache.private_folder() or f"none: {disk_cache.why_not()}")
     if os.environ.get("FLASH_NUMBA_SHARED_CACHE_DIR"):
-        found["shared kernel cache"] = str(disk_cache.shared_folder() or f"none: {disk_cache.why_not()}")
+        found["shared kernel cache"] = disk_cache.shared_cache()
     return found
