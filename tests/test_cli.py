@@ -269,40 +269,50 @@ def start(*arguments, **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-def start_long(tmp_path, out, **options):
-    """A `run` that takes a minute, in the middle of its work."""
-    long = tmp_path / "zeros.npy"
-    np.lib.format.open_memmap(long, "w+", np.float32, (2**17, 64))
-    process = start("run", long, long, long, "-o", out, "--threads", 1, **options)
-    deadline = time.monotonic() + 60
-    while not list(out.parent.iterdir()):
+@pytest.fixture
+def start_long(tmp_path, out):
+    """Starts a `run` that takes a minute, and waits until it is in the middle of its work."""
+    started = []
+
+    def begin(**options):
+        long = tmp_path / "zeros.npy"
+        np.lib.format.open_memmap(long, "w+", np.float32, (2**17, 64))
+        process = start("run", long, long, long, "-o", out, "--threads", 1, **options)
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while not list(out.parent.iterdir()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1)
         assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(1)
-    assert process.poll() is None
-    return process
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def test_nohup_is_heeded(tmp_path, out):
-    process = start_long(tmp_path, out, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+def test_nohup_is_heeded(start_long):
+    process = start_long(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
     time.sleep(1)
     assert process.poll() is None
     process.terminate()
-    process.communicate(timeout=30)
+    process.wait(timeout=30)
     assert process.returncode == 143
 
 
-def test_the_next_run_removes_what_a_killed_one_left(tmp_path, out, qkv):
-    process = start_long(tmp_path, out)
+def test_the_next_run_removes_what_a_killed_one_left(start_long, out, qkv):
+    process = start_long()
     (left,) = out.parent.iterdir()
     assert f"-{process.pid}-" in left.name
     run(qkv, "-o", out)
     assert left.exists()  # it is still being written
     out.unlink()
     process.kill()
-    process.communicate(timeout=30)
+    process.wait(timeout=30)
     assert left.exists()
     run(qkv, "-o", out)
     assert [path.name for path in out.parent.iterdir()] == ["out.npy"]
@@ -330,10 +340,10 @@ def test_a_file_name_that_cant_be_printed(qkv, out, encoding):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_interrupted(tmp_path, out, number, status):
+def test_interrupted(start_long, out, number, status):
     """Ctrl-C, a scheduler's SIGTERM and a closed terminal, in the middle of a minute's work: over at once, and nothing
     stays behind."""
-    process = start_long(tmp_path, out)
+    process = start_long()
     process.send_signal(number)
     sent = time.monotonic()
     _, stderr = process.communicate(timeout=30)
