@@ -42,12 +42,20 @@ def plain_array(name: str, x: Any, allowed: str) -> np.ndarray:
         raise TypeError(f"{name} must be {allowed}, as NumPy reads them, got {type(x).__name__}: {error}") from None
 
 
+def native(dtype: np.dtype) -> np.dtype:
+    """In this machine's byte order; as it is where it has none, as NumPy's strings of any length."""
+    try:
+        return dtype.newbyteorder("=")
+    except TypeError:
+        return dtype
+
+
 def attention_input(name: str, x: Any, allow_eight_bit: bool = False) -> np.ndarray:
     """q, k or v as an array of at least two axes."""
     allowed = f"{DTYPE_NAMES}, {EIGHT_BIT_NAMES}" if allow_eight_bit else DTYPE_NAMES
     array = plain_array(name, x, f"an array of {allowed}")
-    native = array.dtype.newbyteorder("=")
-    if native not in CODES and not (allow_eight_bit and native in EIGHT_BIT):
+    dtype = native(array.dtype)
+    if dtype not in CODES and not (allow_eight_bit and dtype in EIGHT_BIT):
         given = f"{array.dtype} of shape {array.shape}" if array is x or array.dtype != object else type(x).__name__
         raise TypeError(f"{name} must be an array of {allowed}, got {given}")
     if array.ndim < 2:
@@ -137,7 +145,7 @@ def array_of_shape(name: str, x: Any, shape: tuple[int, ...]) -> np.ndarray:
 def per_row(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """A log-sum-exp of each row, or a derivative by it: contiguous, in the accumulation format."""
     array = plain_array(name, x, "a float32 or float64 array")
-    if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
+    if native(array.dtype) not in (np.float32, np.float64):
         raise TypeError(f"{name} must be a float32 or float64 array, got {array.dtype} of shape {array.shape}")
     if array.shape != shape:
         raise ValueError(f"{name} must have the log-sum-exp's shape (heads before rows), {shape}, got {array.shape}")
@@ -163,11 +171,6 @@ def check_integer_seed(seed: Any) -> None:
             f"seed must be an integer, the same for all calls that belong together, as a generator draws another for "
             f"each, got {seed!r}"
         )
-
-
-def check_callable(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} must be callable or None, got {value!r}")
 
 
 def check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, bshd: bool) -> None:
@@ -298,7 +301,9 @@ def cumulative_lengths(name: str, value: Any, total: int) -> np.ndarray:
 
 
 def output_array(out: Any, shape: tuple[int, ...], kind: Any = np.ndarray) -> np.ndarray:
-    if not isinstance(out, kind) or out.dtype.newbyteorder("=") not in CODES:
+    if isinstance(out, np.ma.MaskedArray):
+        raise TypeError("out is a masked array, whose mask would hide the result; pass its data")
+    if not isinstance(out, kind) or native(out.dtype) not in CODES:
         given = f"{out.dtype} array" if isinstance(out, kind) else type(out).__name__
         raise TypeError(f"out must be a NumPy array of {DTYPE_NAMES}, got {given}")
     if out.shape != shape:

@@ -28,7 +28,7 @@ NO_NUMBA_CUDA = f"numba-cuda isn't installed: {INSTALL}"
 
 
 class BackendError(RuntimeError):
-    """The GPU can't be used; the message says why, and what would help."""
+    """The GPU, or Numba's compiler, can't be used; the message says why, and what would help."""
 
 
 class Support(NamedTuple):

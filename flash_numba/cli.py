@@ -2,12 +2,14 @@
 
 import contextlib
 import importlib.util
+import io
 import json
 import math
 import platform
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -17,14 +19,13 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from . import check, diagnosis, files, interface, rules
+from . import check, diagnosis, files, interface, progress, rules
 from ._version import __version__
 from .backend import BackendError
 
 try:
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
     from typer.core import TyperCommand
 except ImportError as missing:
@@ -44,8 +45,17 @@ class Dtype(str, Enum):
 def main() -> None:
     """Run the command line."""
     # As Ctrl-C does, so that temporary files go and the kernel stops; 128 + the signal's number is the shell's custom.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    app(prog_name="flash-numba")
+    for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):  # the latter two are a closed terminal's, on POSIX and on Windows
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not where nohup has it ignored
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be what its encoding has no characters for
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        app(prog_name="flash-numba")
+    except BackendError as error:
+        typer.echo(f"flash-numba: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
 
 
 def fail(why: object) -> NoReturn:
@@ -72,14 +82,11 @@ def options(
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Any]:
     """A bar with the time left, on stderr: a callable of (done, total). None where stderr is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not Console(stderr=True).is_terminal:
         yield None
         return
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with progress.bar(title) as report:
+        yield report
 
 
 # ---- info, warmup
@@ -100,19 +107,19 @@ def warmup_command(
     ] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Those of attention_grad too (CPU).")] = False,
 ) -> None:
-    """Compile the kernels now, or see that they are on disk, so that no later call has to."""
+    """Compile the kernels now, or see that they are on disk, so that no later call has to. Status 1 if none can be."""
     dtypes = [np.dtype(d.value if d != Dtype.bfloat16 else ml_dtypes.bfloat16) for d in dtype or list(Dtype)]
     try:
-        with progress_bar("compiling") as bar:
+        with progress_bar("compiling") as report, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=diagnosis.NotKeptWarning)
             names = diagnosis.warmup(
-                dtypes,
-                backend=backend,
-                head_dims=head_dim or (64, 128),
-                gradients=gradients,
-                progress=bar and (lambda done, total, name: bar(done, total)),
+                dtypes, backend=backend, head_dims=head_dim or (64, 128), gradients=gradients, progress=report
             )
     except (ValueError, BackendError) as error:
         fail(error)
+    if why := diagnosis.not_kept():
+        typer.echo(f"flash-numba: {why}", err=True)
+        raise typer.Exit(1)  # a later call will have to compile
     typer.echo(f"ready: {', '.join(names)}")
 
 
@@ -130,11 +137,11 @@ def check_command(
     """Measure numerical errors on this machine, each next to its tolerance band. Exit status 1 if a band is broken."""
     cases = check.cases([d.value for d in dtype or Dtype], size or check.SIZES)
     rows: list[check.Measurement] = []
-    with progress_bar("checking") as progress:
+    with progress_bar("checking") as report:
         for done, case in enumerate(cases, 1):
             rows += check.measure(case, seed, head_dim)
-            if progress:
-                progress(done, len(cases))
+            if report:
+                report(done, len(cases))
     setup = {
         "flash_numba": __version__,
         "numba": numba.__version__,
@@ -297,13 +304,13 @@ def attend(inputs: list[Path], arrays: list[np.ndarray], arguments: Any, output:
         if lse is not None:
             lse_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
             lse_file = stack.enter_context(files.NewFile(lse, "lse", heads_and_rows, lse_dtype))
-        progress = stack.enter_context(progress_bar(output.name))
+        report = stack.enter_context(progress_bar(output.name))
         try:
             # Loads the kernel or compiles it, which the time below is not about.
             interface.attention(*np.zeros((3, 512, 64), dtype), backend=arguments["backend"])
             started = time.perf_counter()
             out, row_lse = interface.attention(
-                q, k, v, **arguments, out=out_file.array, return_lse=True, progress=progress
+                q, k, v, **arguments, out=out_file.array, return_lse=True, progress=report
             )
         except (ValueError, TypeError) as error:
             fail(f"{', '.join(map(str, inputs))}: {error}")

@@ -2,22 +2,29 @@
 
 import importlib.util
 import platform
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from . import disk_cache
 from ._version import __version__
-from .arguments import DTYPE_NAMES, check_choice
+from .arguments import DTYPE_NAMES, check_choice, native
 from .backend import NO_NUMBA_CUDA
 from .backends import choose
 from .checked import checked_call
 from .dtypes import CODES
+from .progress import reported
 from .rules import BACKENDS, OPTION, RULES, WARMUP_BACKENDS
 
 # Options of `attention` that say nothing of how it would be done.
 IGNORED = tuple(rule.name for rule in RULES if "attention" in rule.calls and rule.kind == OPTION)
+
+
+class NotKeptWarning(RuntimeWarning):
+    """Kernels were compiled for this process only."""
 
 
 class Info(dict):
@@ -94,40 +101,78 @@ def warmup(
     backend: str = "cpu",
     head_dims: Any = (64, 128),
     gradients: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: bool | Callable[[int, int, str], None] | None = None,
 ) -> list[str]:
     """Compile the kernels for these dtypes now, or load them, so that later calls and processes find them ready.
 
     Args:
-        dtypes: Of q, one or several; on the CPU, float32, float16 and bfloat16 share their kernels.
+        dtypes: Of q, one or several, PyTorch's too; on the CPU, float32, float16 and bfloat16 share their kernels.
         backend: "cpu", or "cuda" for the kernels of the first GPU.
         head_dims: On a GPU, which compiles a kernel for each: head dimensions, of keys and values alike.
         gradients: The kernels of `attention_grad` too, which runs on the CPU only.
-        progress: Called with kernels done, their number, and the name of the next one.
+        progress: True for a bar, as in `attention`, or what is called with kernels done, their number, and the name of
+            the next one.
 
     Returns:
         The names of the kernels.
 
+    Warns:
+        NotKeptWarning: (a RuntimeWarning) kernels are ready in this process, but can't be kept on disk for others; it
+            says why.
+
     Raises:
-        TypeError: a dtype that `attention` doesn't take.
-        RuntimeError: backend="cuda" and no GPU to use; it says what is missing.
+        TypeError: a dtype that `attention` doesn't take, or a head dimension that isn't an integer.
+        ValueError: a head dimension below 1, an unknown backend.
+        RuntimeError: backend="cuda" and no GPU to use, or a compiler that is switched off; it says what is missing.
+        ImportError: `progress=True` without rich.
     """
     check_choice("backend", backend, WARMUP_BACKENDS)
-    chosen: list[Any] = []
-    for item in [dtypes] if isinstance(dtypes, (str, type, np.dtype)) else list(dtypes):
+    jobs = choose(backend).compile_jobs(chosen_dtypes(dtypes), chosen_dims(head_dims), gradients)
+    with reported(progress, "compiling") as report:
+        for done, (name, job) in enumerate(jobs):
+            if report is not None:
+                report(done, len(jobs), name)
+            job()
+        if report is not None:
+            report(len(jobs), len(jobs), "")
+    if why := not_kept():
+        warnings.warn(why, NotKeptWarning, stacklevel=2)
+    return [name for name, _ in jobs]
+
+
+def not_kept() -> str | None:
+    """Why kernels that this process has compiled aren't on disk, if there are any."""
+    for why in disk_cache.lost.values():
+        return f"kernels were compiled, but can't be kept for other processes: {why}"
+    return None
+
+
+def chosen_dtypes(dtypes: Any) -> list[np.dtype]:
+    """Of `warmup`: one or several, or what names them."""
+    if dtypes is None or isinstance(dtypes, (str, type, np.dtype)) or not hasattr(dtypes, "__iter__"):
+        dtypes = [dtypes]
+    chosen = []
+    for item in dtypes:
+        name = item
+        if type(item).__name__ == "dtype" and str(item).startswith("torch."):  # known without PyTorch
+            name = str(item).removeprefix("torch.")
         try:
-            dtype = np.dtype(ml_dtypes.bfloat16 if item == "bfloat16" else item)
+            dtype = None if name is None else native(np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name))
         except TypeError:
             dtype = None
-        if dtype not in CODES:
-            raise TypeError(f"dtypes must be among {DTYPE_NAMES}, got {item!r}")
+        if dtype is None or dtype not in CODES:
+            raise TypeError(f"dtypes must be one or several of {DTYPE_NAMES}, got {item!r}")
         chosen.append(dtype)
-    dims = [head_dims] if isinstance(head_dims, int) else list(head_dims)
-    jobs = choose(backend).compile_jobs(chosen, dims, gradients)
-    for done, (name, job) in enumerate(jobs):
-        if progress is not None:
-            progress(done, len(jobs), name)
-        job()
-    if progress is not None:
-        progress(len(jobs), len(jobs), "")
-    return [name for name, _ in jobs]
+    return chosen
+
+
+def chosen_dims(head_dims: Any) -> list[int]:
+    """Of `warmup`: one or several."""
+    allowed = "one or several integers of at least 1"
+    try:
+        dims = [x.__index__() for x in ([head_dims] if hasattr(head_dims, "__index__") else head_dims)]
+    except (TypeError, AttributeError):
+        raise TypeError(f"head_dims must be {allowed}, got {head_dims!r}") from None
+    if min(dims, default=1) < 1:
+        raise ValueError(f"head_dims must be {allowed}, got {head_dims!r}")
+    return dims

@@ -5,22 +5,31 @@ inflated a piece at a time into its array. A pickle is never loaded. An output a
 all.
 """
 
+import hashlib
 import json
 import lzma
 import math
 import os
+import platform
+import re
 import secrets
+import stat
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 FLOATS = {np.dtype(t).name: np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -33,6 +42,8 @@ SAFETENSORS = {
 }
 MAX_HEADER = 100_000_000  # what the safetensors format itself allows
 PIECE = 1 << 20
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # folders may be shared with other machines
+TEMPORARY = re.compile(r"\.flash_numba-(?P<host>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{16}\.tmp")
 
 
 class FileError(Exception):
@@ -244,7 +255,8 @@ class NewFile:
     """An array to fill, `.array`, that becomes the file `path` by `commit` and leaves nothing otherwise. Use in `with`.
 
     Until then it is a temporary file in the same folder, mapped, with its room reserved, so that a full disk shows at
-    once and not while a kernel writes. Only `.npz`, which needs a checksum, is held in memory. bfloat16 goes to
+    once and not while a kernel writes. A process that is killed leaves that file; the next one to write into the folder
+    removes it. Only `.npz`, which needs a checksum, is held in memory. bfloat16 goes to
     `.safetensors` as BF16, and to `.npy` and `.npz` as raw 2-byte values, as NumPy itself does.
     """
 
@@ -256,10 +268,13 @@ class NewFile:
             raise FileError(path, f"there is no folder {path.parent}")
         self.path, self.name = path, name
         self.target = path.resolve()  # what a link points to is replaced, not the link
-        self.temporary = self.target.with_name(f".flash_numba-{secrets.token_hex(8)}.tmp")
+        self.temporary = self.target.with_name(f".flash_numba-{HOST}-{os.getpid()}-{secrets.token_hex(8)}.tmp")
+        self.lock: int | None = None
         stored = Stored(0, dtype, shape)
+        remove_abandoned(self.target.parent)
         try:
             with system_errors(path), self.temporary.open("xb") as file:
+                self.lock = locked(file.fileno())
                 if path.suffix == ".npy":
                     header = {"descr": npy.dtype_to_descr(plain(dtype)), "fortran_order": False, "shape": shape}
                     npy.write_array_header_1_0(file, header)
@@ -298,7 +313,61 @@ class NewFile:
 
     def discard(self) -> None:
         """Removes the temporary file, if it is still one."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
         self.temporary.unlink(missing_ok=True)
+
+
+def locked(file: int) -> int | None:
+    """A descriptor that holds a lock on an open file until it is closed, or its process ends. None without locks."""
+    if fcntl is None:
+        return None
+    own = os.dup(file)
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # there are none on this file system
+        os.close(own)
+        return None
+    return own
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove temporary files of processes that were killed."""
+    with suppress(OSError):
+        for path in folder.glob(".flash_numba-*.tmp"):
+            with suppress(OSError):
+                if abandoned(path):
+                    path.unlink()
+
+
+def abandoned(path: Path) -> bool:
+    """Whether a file is a temporary one of the user's whose process has ended.
+
+    Its number says so on this host. A lock says it where processes don't see each other, as in containers; the number
+    is looked at all the same, as there is a moment before a file is locked, and there are file systems without locks.
+    """
+    match = TEMPORARY.fullmatch(path.name)
+    if match is None or match["host"] != HOST or fcntl is None:
+        return False
+    status = path.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+        return False
+    try:
+        os.kill(int(match["process"]), 0)  # which sends nothing
+        return False
+    except ProcessLookupError:
+        pass
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks here
+        pass
+    finally:
+        os.close(file)
+    return True
 
 
 def plain(dtype: np.dtype) -> np.dtype:

@@ -12,6 +12,7 @@ from .backends import choose
 from .call import Call
 from .checked import checked_call, checked_packed_call, lse_of
 from .dtypes import CODES
+from .progress import reported
 from .reference import Gradients
 from .rules import BACKENDS
 from .rules import GRADIENTS as NEED
@@ -46,7 +47,7 @@ def attention_grad(
     v_scale: Any = None,
     layout: str = "bhsd",
     backend: str = "auto",
-    progress: Progress | None = None,
+    progress: bool | Progress | None = None,
 ) -> Gradients:
     """The exact gradient of `attention`, from its output and LSE: the score matrix is never held in memory.
 
@@ -70,7 +71,8 @@ def attention_grad(
         seed: For dropout, the integer that the forward call had: a generator would draw another.
         backend: "auto", "cpu", or "reference" (whole-matrix NumPy in float64, for checking). "cuda", and arrays on a
             GPU, aren't taken yet.
-        progress: Called about ten times a second while the call runs, with work tiles done and their number.
+        progress: True for a bar, or what is called about ten times a second while the call runs, with work tiles done
+            and their number, as in `attention`.
 
     The other arguments are `attention`'s.
 
@@ -86,13 +88,14 @@ def attention_grad(
     Raises:
         ValueError: as `attention`; dout, out, lse or dlse of another shape, unknown names in `need`, backend="cuda".
         TypeError: as `attention`; dout, out, lse or dlse of another dtype, arrays on a GPU, a generator as `seed`.
+        ImportError: `progress=True` without rich.
         KeyboardInterrupt: within a second of Ctrl-C, for calls from the main thread.
 
     Formula: Dao et al. 2022 (arXiv:2205.14135), appendix B.2; streamed as in Dao 2023 (arXiv:2307.08691), algorithm 2.
     p = exp(s - lse), delta = sum(dout * out) - dlse for each row, ds = p * (dout v^T - delta). Since p comes from the
     LSE alone, it is as exact as that: scores of 1e6 and more, as a bias can make them, lose digits of p in float32.
     """
-    check_options(backend, progress, seed)
+    check_options(backend, seed)
     chosen = choose(backend, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, bias=bias, mask=mask)
     call, result = checked_call(
         q, k, v, chosen, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
@@ -131,7 +134,7 @@ def attention_varlen_grad(
     k_scale: Any = None,
     v_scale: Any = None,
     backend: str = "auto",
-    progress: Progress | None = None,
+    progress: bool | Progress | None = None,
 ) -> Gradients:
     """The exact gradient of `attention_varlen`, from its output and LSE.
 
@@ -150,11 +153,11 @@ def attention_varlen_grad(
 
     Raises:
         ValueError, TypeError: as `attention_grad` and `attention_varlen`.
-        KeyboardInterrupt: as `attention_grad`.
+        ImportError, KeyboardInterrupt: as `attention_grad`.
 
     Formula: that of `attention_grad` for each sequence.
     """
-    check_options(backend, progress, seed)
+    check_options(backend, seed)
     chosen = choose(backend, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse)
     call, result = checked_packed_call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, chosen, causal=causal, window=window, scale=scale, softcap=softcap,
@@ -171,9 +174,8 @@ def attention_varlen_grad(
 # -- from a checked forward call to one of its gradient ----------------------------------------------------------------
 
 
-def check_options(backend: str, progress: Any, seed: Any) -> None:
+def check_options(backend: str, seed: Any) -> None:
     check.check_choice("backend", backend, BACKENDS)
-    check.check_callable("progress", progress)
     check.check_integer_seed(seed)
 
 
@@ -183,7 +185,7 @@ def computed(
     given: dict[str, Any],
     need: Collection[str],
     backend: Backend,
-    progress: Progress | None,
+    progress: bool | Progress | None,
 ) -> Gradients:
     """The gradients of a forward call, by a backend. result: an array like the forward's output."""
     backend.supports(call, gradient=True).require()
@@ -200,7 +202,8 @@ def computed(
         given=given | arrays,
         formats=formats_of(need, call, q, k, v, given["bias"], given["sinks"]),
     )
-    return backend.gradient(gradient, progress)
+    with reported(progress, "gradient") as report:
+        return backend.gradient(gradient, report)
 
 
 def formats_of(need: Collection[str], call: Call, q, k, v, bias, sinks) -> dict[str, np.dtype]:
@@ -210,7 +213,7 @@ def formats_of(need: Collection[str], call: Call, q, k, v, bias, sinks) -> dict[
     for name, x in zip(NEED, (q, k, v, bias, sinks), strict=True):
         if x is None or name not in need:
             continue
-        dtype = np.asarray(x).dtype.newbyteorder("=")
+        dtype = check.native(np.asarray(x).dtype)
         if name == "bias" and dtype == np.bool_:
             continue
         if dtype not in CODES:

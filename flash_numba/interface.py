@@ -10,6 +10,7 @@ from .backends import choose
 from .call import Call
 from .checked import checked_call, checked_packed_call, finished, lse_of
 from .prepared import recall, remember
+from .progress import reported
 from .rules import BACKENDS, LAYOUTS
 
 
@@ -38,7 +39,7 @@ def attention(
     out: Array | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    progress: Progress | None = None,
+    progress: bool | Progress | None = None,
 ) -> Any:
     """Exact attention, `softmax(scale * q k^T + bias) v`, streamed: the score matrix is never held in memory.
 
@@ -79,8 +80,9 @@ def attention(
         return_lse: Also return the log-sum-exp of each row.
         backend: "auto" (where the arrays lie), "cpu", "cuda" (copies arrays in host memory to the GPU and back), or
             "reference" (whole-matrix NumPy in float64, for checking).
-        progress: Called about ten times a second while the call runs, with work tiles done and their number; on a GPU
-            once, when the work is queued.
+        progress: True for a bar on stderr or in a notebook (by rich, of the extra `cli`), or what is called about ten
+            times a second while the call runs, with work tiles done and their number; on a GPU once, when the work is
+            queued. False and None are none.
 
     Returns:
         The output, (..., H, S_q, D_v) in q's dtype (or `out`), on a GPU an array of q's library; with `return_lse` also
@@ -93,7 +95,8 @@ def attention(
             a seed.
         TypeError: dtypes that aren't taken or are mixed, arguments of the wrong type, and arrays of the host and of a
             GPU in one call.
-        RuntimeError: there is no GPU to use; it says what is missing.
+        RuntimeError: there is no GPU to use, or Numba's compiler is switched off; it says what is missing.
+        ImportError: `progress=True` without rich.
         KeyboardInterrupt: within a second of Ctrl-C, for calls from the main thread. `out` is then partly written.
 
     Formula: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; streamed as in Dao 2023 (arXiv:2307.08691),
@@ -107,18 +110,17 @@ def attention(
         out, lse = kept.run(q, k, v)
         return (out, lse) if return_lse else out
     check.check_choice("backend", backend, BACKENDS)
-    check.check_callable("progress", progress)
     chosen = choose(backend, q=q, k=k, v=v, bias=bias, mask=mask, out=out)
     call, result = checked_call(
         q, k, v, chosen, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset,
         dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale, layout=layout, out=out,
     )  # fmt: skip
-    if key is not None and chosen.remembers(type(q)):
-        prepared = compute(call, chosen, progress, repeated=True)
+    repeated = chosen.remembers(type(q))
+    with reported(progress, "attention") as report:
+        prepared = compute(call, chosen, report, key is not None and repeated)
+    if key is not None and repeated:
         remember(key, prepared.remembered(result, lse_of(call, result)))
-    else:
-        compute(call, chosen, progress)
     out, lse = finished(call, result, layout, chosen)
     return (out, lse) if return_lse else out
 
@@ -144,7 +146,7 @@ def attention_varlen(
     out: Array | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    progress: Progress | None = None,
+    progress: bool | Progress | None = None,
 ) -> Any:
     """Attention of packed sequences of any lengths, each on its own: sequence b of q attends to sequence b of k and v.
 
@@ -170,19 +172,19 @@ def attention_varlen(
         ValueError: as `attention`; offsets that don't start at 0, decrease, or lie beyond the rows, or of another
             number of sequences for q than for k.
         TypeError: as `attention`; offsets that aren't int32 or int64.
-        RuntimeError, KeyboardInterrupt: as `attention`.
+        RuntimeError, ImportError, KeyboardInterrupt: as `attention`.
 
     Formula: that of `attention` for each sequence; packed as in flash-attn's `flash_attn_varlen_func`.
     """
     check.check_choice("backend", backend, BACKENDS)
-    check.check_callable("progress", progress)
     chosen = choose(backend, q=q, k=k, v=v, out=out)
     call, result = checked_packed_call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, chosen, causal=causal, window=window, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout=dropout, seed=seed, training=training, k_scale=k_scale,
         v_scale=v_scale, out=out,
     )  # fmt: skip
-    compute(call, chosen, progress)
+    with reported(progress, "attention_varlen") as report:
+        compute(call, chosen, report)
     out, lse = finished(call, result, "bshd", chosen)
     return (out, lse) if return_lse else out
 
@@ -209,7 +211,7 @@ def attention_partial(
     k_scale: Any = None,
     v_scale: Any = None,
     layout: str = "bhsd",
-    progress: Progress | None = None,
+    progress: bool | Progress | None = None,
 ) -> tuple[Array, Array]:
     """Attention to some of the keys, to be put together with the rest by `merge`.
 
@@ -232,7 +234,7 @@ def attention_partial(
     Raises:
         ValueError: as `attention`; a negative `k_offset`.
         TypeError: as `attention`; a generator as `seed`.
-        RuntimeError, KeyboardInterrupt: as `attention`.
+        RuntimeError, ImportError, KeyboardInterrupt: as `attention`.
 
     Formula: that of `attention` over the keys given, as in split-KV decoding (Dao et al. 2023, "Flash-Decoding for
     long-context inference").
@@ -244,7 +246,8 @@ def attention_partial(
         alibi_slopes=alibi_slopes, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset, k_offset=k_offset,
         dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale, layout=layout, partial=True,
     )  # fmt: skip
-    compute(call, chosen, progress)
+    with reported(progress, "attention_partial") as report:
+        compute(call, chosen, report)
     return finished(call, result, layout, chosen)
 
 

@@ -5,6 +5,7 @@ dtypes and plain rules only is kept from the first such call; a later one fills 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from .backend import Remembered
 
 BY_VALUE = {type(None), bool, int, float, str}  # types that compare by value and can't change
 SIDES = {type(None), int}  # of the sides of a window
-LIMIT = 512  # calls remembered; all are forgotten when there are more
+LIMIT = 512  # calls remembered; the oldest is forgotten where there would be more
 
 # For classes of device arrays that have been seen: what tells three of them, q, k and v, apart from others.
 FORMS: dict[type, Callable[[Any, Any, Any], tuple | None]] = {}
@@ -35,7 +36,8 @@ def recall(
         kind is type(k) is type(v)
         and (kind is np.ndarray or kind in FORMS)
         and bias is mask is alibi_slopes is sinks is q_lengths is kv_lengths is q_offset is k_scale is v_scale is None
-        and out is progress is None
+        and out is None
+        and (progress is None or progress is False)
         and is_plain(window, scale, softcap, dropout, causal, layout, backend)
         and dropout == 0
     ):
@@ -71,6 +73,7 @@ def form_of_chunk(k: Any, v: Any, bias: Any, mask: Any) -> tuple | None:
 def remember(key: tuple, kept: Remembered | None) -> None:
     if kept is None:
         return
-    if len(_known) >= LIMIT:
-        _known.clear()
+    while len(_known) >= LIMIT:
+        with suppress(KeyError, RuntimeError, StopIteration):  # another thread was quicker
+            del _known[next(iter(_known))]
     _known[key] = kept

@@ -114,7 +114,7 @@ RULES = (
     Rule("out", None, ARRAY, FORWARD),
     Rule("return_lse", False, OPTION, FORWARD, FREE),
     Rule("backend", "auto", OPTION, (*FORWARD, *GRADIENT, "warmup"), KEY, defaults=MappingProxyType({"warmup": "cpu"})),
-    Rule("progress", None, OPTION, (*ALL[:-1], "warmup")),
+    Rule("progress", None, OPTION, (*ALL[:-1], "warmup")),  # False is as None, for remembered calls too
     Rule("dlse", None, OPTION, GRADIENT),
     Rule(
         "need", GRADIENTS, OPTION, GRADIENT,

@@ -1,5 +1,6 @@
 """AttentionStream: attention to keys and values that arrive in chunks."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from .backend import Array
 from .backends import choose
 from .checked import checked_call, finished
 from .prepared import form_of_chunk
-from .rules import CAUSAL, LAYOUTS
+from .rules import CAUSAL, DEFAULTS, LAYOUTS
 
 
 class AttentionStream:
@@ -19,6 +20,9 @@ class AttentionStream:
     Exact for any cut of the keys into chunks; the chunks may be views of a memory-mapped file larger than memory. Only
     the running maximum, sum and output of each row are kept (`recurrence.py`), so memory doesn't depend on how many
     keys there are.
+
+    A stream in host memory may be copied (`copy.copy`, `copy.deepcopy`) or pickled: the copy has all keys so far, and
+    goes on independently. A pickled one goes on where the same version runs on a CPU with registers as wide.
 
     Args:
         q: Queries, (..., H, S_q, D), of any dtype that `attention` takes; they are copied. All chunks lie where they
@@ -32,7 +36,7 @@ class AttentionStream:
 
     Raises:
         ValueError: as `attention`; `q_offset` and `kv_total` together, or neither where a position is needed.
-        TypeError: as `attention`.
+        TypeError: as `attention`; a stream on a GPU that is copied or pickled.
         RuntimeError: q lies on a GPU that can't be used.
 
     Formula: `recurrence.py`, as in Dao 2023 (arXiv:2307.08691), section 3.1, a chunk being a block of keys.
@@ -93,6 +97,21 @@ class AttentionStream:
         self._form: tuple | None = None  # of the last chunk, if others like it can be absorbed in the same way
         self._count = 0  # its keys
         self._call_without_keys()  # errors now rather than at the first chunk
+
+    def __copy__(self) -> "AttentionStream":
+        return copy.deepcopy(self)  # its arrays are written to in place
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._backend.array is not np.ndarray:
+            raise TypeError("a stream on a GPU can't be copied or pickled; take its result(), or start another stream")
+        return self.__dict__ | {"_form": None, "_count": 0}
+
+    def __repr__(self) -> str:
+        keys = f"{self._keys}" if self._kv_total is None else f"{self._keys} of {self._kv_total}"
+        rules = [f"{name}={shown(x)}" for name, x in self._rules.items() if not is_default(name, x)]
+        if self._kv_total is not None:  # which q_offset was made of
+            rules = [rule for rule in rules if not rule.startswith("q_offset=")]
+        return ", ".join([f"<AttentionStream: q {self._q.dtype} {self._q.shape}, {keys} keys absorbed", *rules]) + ">"
 
     @property
     def keys(self) -> int:
@@ -165,3 +184,14 @@ class AttentionStream:
     def _check_total(self, count: int) -> None:
         if self._kv_total is not None and self._keys + count > self._kv_total:
             raise ValueError(f"kv_total={self._kv_total} keys were announced, got {count} more after {self._keys}")
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Whether a stream's rule changes nothing."""
+    default = DEFAULTS[name]
+    return value is default or (name == "seed" and value == 0) or (type(value) is type(default) and value == default)
+
+
+def shown(value: Any) -> str:
+    """A rule's value in a line: arrays by their shapes."""
+    return repr(value) if isinstance(value, (bool, int, float, str, tuple)) else f"array of shape {np.shape(value)}"

@@ -2,12 +2,14 @@
 
 import warnings
 
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import flash_numba
-from flash_numba import AttentionStream, attention, attention_partial, attention_varlen, merge, prepared
+from flash_numba import AttentionStream, attention, attention_grad, attention_partial, attention_varlen, merge, prepared
+from flash_numba.cpu.backend import CPU
 
 
 def normal(*shape, seed=0):
@@ -76,6 +78,15 @@ def test_not_more_than_so_many_calls_are_remembered(monkeypatch):
     assert len(prepared._known) <= 3
 
 
+def test_the_oldest_remembered_call_is_forgotten(monkeypatch):
+    monkeypatch.setattr(prepared, "LIMIT", 3)
+    monkeypatch.setattr(prepared, "_known", {})
+    for n in (1, 2, 3, 1, 4):
+        x = normal(n, 4)
+        attention(x, x, x)
+    assert [key[0][0] for key in prepared._known] == [(2, 4), (3, 4), (4, 4)]
+
+
 # ---- bad input gets an error that names it
 
 
@@ -127,6 +138,54 @@ def test_masked_arrays_are_refused(qkv, number):
     arrays[number] = np.ma.masked_array(arrays[number])
     with pytest.raises(TypeError, match=f"{'qkv'[number]} is a masked array"):
         attention(*arrays)
+
+
+def test_a_masked_output_is_refused(qkv):
+    """It would keep its mask, and hide the result."""
+    out = np.ma.masked_array(np.zeros_like(qkv[0]), mask=True)
+    with pytest.raises(TypeError, match="out is a masked array, whose mask would hide the result"):
+        attention(*qkv, out=out)
+    packed, lengths = [x[0].swapaxes(0, 1) for x in qkv], [0, len(qkv[0][0, 0])]
+    with pytest.raises(TypeError, match="out is a masked array"):
+        attention_varlen(*packed, *[np.array(lengths)] * 2, out=out[0].swapaxes(0, 1))
+
+
+STRINGS = np.array([["1", "2"]], np.dtypes.StringDType())
+
+
+OF_ARRAYS = (
+    *("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "q_offset", "out", "scale"),
+    *("k_scale", "v_scale", "dout", "lse", "dlse", "outs", "lses", "cu_seqlens_q", "cu_seqlens_k", "dtypes"),
+)
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_strings_of_any_length_are_refused(qkv, name):
+    """NumPy's StringDType, which has no byte order."""
+    q, k, v = qkv
+    out, lse = attention(q, k, v, return_lse=True)
+    packed = dict(zip("qkv", (x[0].swapaxes(0, 1) for x in qkv), strict=True))
+    offsets = {"cu_seqlens_q": np.array([0, 1]), "cu_seqlens_k": np.array([0, 1])}
+    gradient = {"dout": out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    calls = [
+        (attention, {"q": q, "k": k, "v": v}, "q k v bias mask alibi_slopes sinks q_lengths kv_lengths q_offset out"
+         " k_scale v_scale scale"),
+        (attention_varlen, {**packed, **offsets}, "q k v out cu_seqlens_q cu_seqlens_k sinks"),
+        (attention_grad, gradient, "dout q k v out lse dlse bias mask sinks"),
+        (AttentionStream, {"q": q}, "q sinks q_offset"),
+        (AttentionStream(q).absorb, {"k": k, "v": v}, "k v bias mask"),
+        (merge, {"outs": [out], "lses": [lse]}, "outs lses sinks"),
+        (flash_numba.warmup, {}, "dtypes"),
+    ]  # fmt: skip
+    tried = 0
+    for call, arguments, names in calls:
+        if name in names.split():
+            bad = [STRINGS] if name in ("outs", "lses") else STRINGS.dtype if name == "dtypes" else STRINGS
+            tried += 1
+            with pytest.raises(TypeError, match=name) as raised:
+                call(**arguments | {name: bad})
+            assert "ByteOrder" not in str(raised.value)
+    assert tried
 
 
 def test_lengths_are_checked_against_what_they_count():
@@ -182,6 +241,67 @@ def test_merge_checks_its_parts(qkv):
 
 def test_a_numpy_bool_is_a_bool(qkv):
     np.testing.assert_array_equal(attention(*qkv, causal=np.True_), attention(*qkv, causal=True))
+
+
+class dtype:
+    """As PyTorch's is, which needn't be imported."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return f"torch.{self.name}"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The dtypes that `warmup` would compile kernels for."""
+    seen = []
+    monkeypatch.setattr(CPU, "compile_jobs", lambda self, dtypes, dims, gradients: seen.extend(dtypes) or [])
+    return seen
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [*(getattr(np, name) for name in ("float64", "float32", "float16")), ml_dtypes.bfloat16, float]
+    + ["float64", "float32", "float16", "bfloat16"]
+    + [np.dtype(name) for name in ("float64", ">f4", "bfloat16")]
+    + [dtype(name) for name in ("float64", "float32", "float16", "bfloat16")],
+    ids=repr,
+)
+def test_dtypes_that_are_warmed_up(compiled, given, several):
+    flash_numba.warmup([given] if several else given)
+    name = getattr(given, "name", None) or getattr(given, "__name__", given)
+    assert compiled == [np.dtype({"float": "float64"}.get(name, name))]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [None, 3, 3.5, "nope", "int32", np.int32, int, str, object(), dtype("int8"), dtype("float8_e5m2"), np.dtype("V2")],
+    ids=repr,
+)
+def test_dtypes_that_are_not(compiled, given, several):
+    with pytest.raises(TypeError, match=r"dtypes must be one or several of float64, .*bfloat16, got ") as raised:
+        flash_numba.warmup([np.float32, given] if several else given)
+    assert str(raised.value).endswith(f"got {given!r}")
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        *((x, TypeError) for x in (None, "64", 64.0, [64, None], object())),
+        *((x, ValueError) for x in (0, [64, -1])),
+    ],
+    ids=repr,
+)
+def test_head_dims_that_are_refused(compiled, given, error):
+    with pytest.raises(error, match="head_dims must be one or several integers of at least 1, got "):
+        flash_numba.warmup(head_dims=given)
+    flash_numba.warmup(head_dims=np.int64(64))
+    assert len(compiled) == 1
 
 
 def test_one_dtype_may_be_warmed_up_by_name():

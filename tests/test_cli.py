@@ -269,19 +269,81 @@ def start(*arguments, **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted(tmp_path, out, number, status):
-    """Ctrl-C and a scheduler's SIGTERM, in the middle of a minute's work: over at once, and nothing stays behind."""
-    long = tmp_path / "zeros.npy"
-    np.lib.format.open_memmap(long, "w+", np.float32, (2**17, 64))
-    process = start("run", long, long, long, "-o", out, "--threads", 1)
-    deadline = time.monotonic() + 60
-    while not list(out.parent.iterdir()):
+@pytest.fixture
+def start_long(tmp_path, out):
+    """Starts a `run` that takes a minute, and waits until it is in the middle of its work."""
+    started = []
+
+    def begin(**options):
+        long = tmp_path / "zeros.npy"
+        np.lib.format.open_memmap(long, "w+", np.float32, (2**17, 64))
+        process = start("run", long, long, long, "-o", out, "--threads", 1, **options)
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while not list(out.parent.iterdir()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1)
         assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_nohup_is_heeded(start_long):
+    process = start_long(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
     time.sleep(1)
     assert process.poll() is None
+    process.terminate()
+    process.wait(timeout=30)
+    assert process.returncode == 143
+
+
+def test_the_next_run_removes_what_a_killed_one_left(start_long, out, qkv):
+    process = start_long()
+    (left,) = out.parent.iterdir()
+    assert f"-{process.pid}-" in left.name
+    run(qkv, "-o", out)
+    assert left.exists()  # it is still being written
+    out.unlink()
+    process.kill()
+    process.wait(timeout=30)
+    assert left.exists()
+    run(qkv, "-o", out)
+    assert [path.name for path in out.parent.iterdir()] == ["out.npy"]
+
+
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="whose file names are Unicode")
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_file_name_that_cant_be_printed(qkv, out, encoding):
+    """One that isn't UTF-8, and one that the output's encoding has no characters for, as output, input and mask."""
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
+    for name in (b"\xff\xfc.npy", "\N{SNOWMAN}.npy".encode()):
+        path = os.path.join(os.fsencode(out.parent), name)
+        command = [sys.executable, "-m", "flash_numba.cli", "run", os.fsencode(qkv), "-o", path]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=240)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert f".npy: {Q.shape} float32" in done.stdout.decode()
+        assert os.path.exists(path)
+        for more in ([path], [os.fsencode(qkv), path, b"-o", path], [os.fsencode(qkv), b"--mask", path, b"-o", path]):
+            command = [sys.executable, "-m", "flash_numba.cli", "run", *more, "-o", os.fsencode(out)]
+            done = subprocess.run(command, env=environment, capture_output=True, timeout=240)
+            assert done.returncode == 2
+            assert b"Traceback" not in done.stderr
+            assert done.stderr.startswith(b"flash-numba: ")
+        os.unlink(path)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_interrupted(start_long, out, number, status):
+    """Ctrl-C, a scheduler's SIGTERM and a closed terminal, in the middle of a minute's work: over at once, and nothing
+    stays behind."""
+    process = start_long()
     process.send_signal(number)
     sent = time.monotonic()
     _, stderr = process.communicate(timeout=30)

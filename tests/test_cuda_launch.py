@@ -293,6 +293,7 @@ def test_parameters_are_the_bytes_of_the_record():
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(disk_cache, "log", log := [])
+    monkeypatch.setattr(disk_cache, "lost", {})
     return log
 
 

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
 
 import ml_dtypes
@@ -384,6 +386,77 @@ def test_places_that_cannot_be_written_to(tmp_path):
     assert "no folder" in read_error(tmp_path / "file" / "x.npy", reader=new_file)
     assert "must end in" in read_error(tmp_path / "x.txt", reader=new_file)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.npy"]
+
+
+def temporary(folder, process, host=files.HOST):
+    path = folder / f".flash_numba-{host}-{process}-0123456789abcdef.tmp"
+    path.write_text("what was written so far")
+    return path
+
+
+@pytest.fixture
+def gone():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="without locks nothing is removed")
+def test_temporary_files_of_processes_that_are_gone_are_removed(tmp_path, gone):
+    """And no others: those of a process that runs, of another host or user, that are locked, or have another name."""
+    left = temporary(tmp_path, gone)
+    others = [temporary(tmp_path, os.getpid()), temporary(tmp_path, os.getppid()), temporary(tmp_path, gone, "0" * 8)]
+    for name in (".flash_numba-0123456789abcdef.tmp", f"{left.name}.npy", f"x{left.name}", left.name[:-5] + "g.tmp"):
+        others.append(tmp_path / name)
+        others[-1].write_text("not ours")
+    with new_file(tmp_path / "x.npy") as file:
+        assert not left.exists()
+        assert all(path.exists() for path in others)
+        assert file.temporary.exists()
+        with new_file(tmp_path / "y.npy"):
+            assert file.temporary.exists()
+    left.mkdir()
+    with new_file(tmp_path / "x.npy") as file:
+        file.commit()
+    assert left.exists()
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="without locks nothing is removed")
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_a_locked_file_stays(tmp_path, gone, suffix, monkeypatch):
+    """Of a process that has no number here, as in another container."""
+    monkeypatch.setattr(files.os, "getpid", lambda: gone)
+    with new_file(tmp_path / f"x{suffix}") as file:
+        with new_file(tmp_path / "y.npy"):
+            assert file.temporary.exists()
+        file.array[...] = X
+        file.commit()
+    assert [path.name for path in tmp_path.iterdir()] == [f"x{suffix}"]
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="no locks")
+def test_locks_arent_kept_open(tmp_path):
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        with new_file(tmp_path / "x.npy") as file:
+            file.commit()
+        with pytest.raises(KeyError), new_file(tmp_path / "x.npy"):
+            raise KeyError
+    assert len(os.listdir("/dev/fd")) <= before + 1
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="no locks")
+def test_a_file_system_without_locks(tmp_path, gone, monkeypatch):
+    def none(*_):
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    left = temporary(tmp_path, gone)
+    with new_file(tmp_path / "x.npy") as file:
+        assert not left.exists()
+        file.commit()
+    assert (tmp_path / "x.npy").exists()
 
 
 def test_a_full_disk_shows_at_once(tmp_path, monkeypatch):

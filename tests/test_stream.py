@@ -1,8 +1,10 @@
 """Attention in parts: AttentionStream, attention_partial and merge are exact for any cut of the keys."""
 
+import copy
 import itertools
 import math
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -428,6 +430,88 @@ def test_a_stream_whose_absorb_was_interrupted_is_refused(monkeypatch, count):
     for use in (lambda: whole.absorb(k, v), whole.result):
         with pytest.raises(RuntimeError, match="interrupted"):
             use()
+
+
+# ---- copies
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "oldest pickle": lambda x: pickle.loads(pickle.dumps(x, 2)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("absorbed", [0, 1, 2, 3])
+def test_a_copied_stream_goes_on_independently(how, dtype, layout, absorbed):
+    """Both have the bits of a stream of their own; 2 and more chunks, so that some are absorbed like the one before."""
+    shape = (2, 20, 8) if layout == "bhsd" else (20, 2, 8)
+    q = normal(*shape, dtype=dtype)
+    chunks = [(normal(*shape, seed=n, dtype=dtype), normal(*shape, seed=n + 50, dtype=dtype)) for n in range(8)]
+    rules = {"layout": layout, "causal": True, "kv_total": 200, "sinks": [1.0, -1.0], "dropout": 0.3, "v_scale": 2.0}
+    common, own, other = chunks[:absorbed], chunks[3:5], chunks[5:8]
+
+    def alone(parts):
+        stream = AttentionStream(q, seed=np.random.default_rng(5), **rules)
+        for part in parts:
+            stream.absorb(*part)
+        return stream.result()
+
+    stream = AttentionStream(q, seed=np.random.default_rng(5), **rules)
+    for part in common:
+        stream.absorb(*part)
+    copied = COPIES[how](stream)
+    assert copied.keys == stream.keys
+    for one, two in itertools.zip_longest(own, other):
+        copied.absorb(*two)
+        if one:
+            stream.absorb(*one)
+    for got, parts in ((stream, common + own), (copied, common + other)):
+        assert all(same_bits(x, y) for x, y in zip(got.result(), alone(parts), strict=True))
+
+
+def test_a_stream_copied_while_it_absorbs_is_refused():
+    stream = AttentionStream(normal(2, 5, 8)).absorb(normal(2, 5, 8), normal(2, 5, 8))
+    stream._state._interrupted = True
+    for way in COPIES.values():
+        with pytest.raises(RuntimeError, match="interrupted, or still runs"):
+            way(stream)
+
+
+def test_a_stream_of_another_cpu_is_refused(monkeypatch):
+    """Its state lies in the order of that one's registers."""
+    stream = AttentionStream(normal(2, 5, 8)).absorb(normal(2, 5, 8), normal(2, 5, 8))
+    pickled, empty = pickle.dumps(stream), pickle.dumps(AttentionStream(normal(2, 5, 8)))
+    sizes = launch.simd_sizes(FLOAT32)
+    monkeypatch.setattr(launch, "simd_sizes", lambda dtype: sizes._replace(tile=2 * sizes.tile))
+    with pytest.raises(ValueError, match=rf"another version or CPU.*tile={sizes.tile},.*here.*tile={2 * sizes.tile},"):
+        pickle.loads(pickled)
+    assert pickle.loads(empty).keys == 0  # nothing lies anywhere yet
+
+
+def test_a_stream_on_a_gpu_is_not_copied():
+    stream = AttentionStream(normal(2, 5, 8))
+    stream._backend = type("OnGPU", (), {"array": type("DeviceArray", (), {})})()
+    for way in COPIES.values():
+        with pytest.raises(TypeError, match="a stream on a GPU can't be copied or pickled"):
+            way(stream)
+
+
+def test_a_stream_says_what_it_is():
+    q = normal(2, 5, 8)
+    assert repr(AttentionStream(q)) == "<AttentionStream: q float32 (2, 5, 8), 0 keys absorbed>"
+    stream = AttentionStream(q, kv_total=9, causal=True, window=(3, None), sinks=[1.0, 2.0], scale=0.5)
+    assert repr(stream.absorb(q, q)) == (
+        "<AttentionStream: q float32 (2, 5, 8), 5 of 9 keys absorbed, causal=True, window=(3, None), scale=0.5, "
+        "sinks=array of shape (2,)>"
+    )
+    stream = AttentionStream(q, q_offset=4, dropout=0.5, seed=7, layout="bshd", alibi_slopes=np.ones(5))
+    assert repr(stream).endswith(
+        "absorbed, alibi_slopes=array of shape (5,), dropout=0.5, seed=7, layout='bshd', q_offset=4>"
+    )
 
 
 # ---- attention_partial and merge

@@ -1,11 +1,13 @@
 """The CPU as a backend (`backend.py`): from a checked call to the kernels' launch."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._version import __version__
 from ..addresses import address
 from ..backend import YES, GradientCall, HostArrays, Job, Progress, Support
 from ..call import Call, flops
@@ -123,11 +125,24 @@ class State:
 
     def __init__(self) -> None:
         self._saved: np.ndarray | None = None
+        self._wide = np.dtype(np.float32)  # what it accumulates in
         self._prepared: Prepared | None = None  # the last chunk, and what others like it are run with
         self._launch: Any = None
         self._count = 0  # its keys
         self._chunk: dict[str, Any] = {}  # what the result's call has of the last chunk
         self._interrupted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, or for a process that may run on another CPU: not what points to this one's arrays."""
+        self._check()
+        planned = {"_prepared": None, "_launch": None, "_count": 0}
+        return {**self.__dict__, **planned, "_layout": None if self._saved is None else layout(self._wide)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        there = state.pop("_layout")
+        self.__dict__.update(state)
+        if there is not None and there != layout(self._wide):
+            raise ValueError(f"the stream's state is of another version or CPU: {there}; here {layout(self._wide)}")
 
     def absorb(self, call: Call) -> bool:
         self._check()
@@ -139,7 +154,7 @@ class State:
         from . import launch
 
         if self._saved is None:
-            self._saved = launch.new_state(call)
+            self._saved, self._wide = launch.new_state(call), call.lse.dtype
         self._interrupted = True
         self._prepared = prepare(replace(call, out=None), self._saved)
         self._launch, self._count = self._prepared.launch, call.k.shape[-2]
@@ -164,6 +179,13 @@ class State:
     def _check(self) -> None:
         if self._interrupted:
             raise RuntimeError("the stream's last absorb was interrupted, or still runs in another thread")
+
+
+def layout(wide: np.dtype) -> str:
+    """What the order of a stream's state depends on, besides shapes."""
+    from . import launch
+
+    return f"flash_numba {__version__}, {wide} in {launch.simd_sizes(wide)}"
 
 
 def following_keys(launch: Any, tables: list, count: int) -> Any:
@@ -215,7 +237,7 @@ def machine() -> dict[str, str]:
     """What was found of the CPU, its threads and the cache of its kernels."""
     import numba
 
-    from . import kernel_cache
+    from .. import disk_cache
     from .ir import registers
 
     tile = registers.REGISTER_TILE
@@ -226,6 +248,9 @@ def machine() -> dict[str, str]:
         found["threading layer"] = numba.threading_layer()
     except ValueError:
         found["threading layer"] = f"not started yet ({numba.config.THREADING_LAYER})"
-    folder = kernel_cache.private_folder()
-    found["kernel cache"] = str(folder) if folder else f"none: {kernel_cache.log[-1]}"
+    if numba.config.DISABLE_JIT:
+        found["kernels"] = "none: NUMBA_DISABLE_JIT is set, which leaves backend='reference'"
+    found["kernel cache"] = str(disk_cache.private_folder() or f"none: {disk_cache.why_not()}")
+    if os.environ.get("FLASH_NUMBA_SHARED_CACHE_DIR"):
+        found["shared kernel cache"] = disk_cache.shared_cache()
     return found

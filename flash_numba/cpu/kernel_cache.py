@@ -6,7 +6,6 @@ digest of all code that a kernel is made of (`code_digest.py`), the versions, an
 
 import pickle
 import sys
-from pathlib import Path
 
 import llvmlite
 import numba
@@ -17,9 +16,19 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from .. import code_digest, disk_cache
+from ..backend import BackendError
 from ..disk_cache import log, private_folder
 
 COMPILER_SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "ENABLE_AVX", "DEBUGINFO_DEFAULT")
+
+
+def require_compiler() -> None:
+    """BackendError where Numba compiles nothing."""
+    if config.DISABLE_JIT:
+        raise BackendError(
+            "NUMBA_DISABLE_JIT is set, and kernels have to be compiled: unset it and start Python again, or call with "
+            'backend="reference"'
+        )
 
 
 def digest(module: str) -> str:
@@ -34,11 +43,11 @@ class KernelCache(_Cache):
 
     def __init__(self, name: str, module: str) -> None:
         """module: which the kernel is defined in."""
+        require_compiler()
         self._name = name
-        self._folder = private_folder()
         self._digest = digest(module)
 
-    cache_path = property(lambda self: str(self._folder))
+    cache_path = property(lambda self: str(private_folder()))
 
     def enable(self) -> None: ...
 
@@ -46,29 +55,29 @@ class KernelCache(_Cache):
 
     def flush(self) -> None: ...
 
-    def _file(self, folder: Path, sig, codegen) -> Path:
-        return folder / disk_cache.file_name(self._name, self._digest, str(sig), codegen.magic_tuple())
+    def _file(self, sig, codegen) -> str:
+        return disk_cache.file_name(self._name, self._digest, str(sig), codegen.magic_tuple())
 
     def load_overload(self, sig, target_context):
-        if self._folder is None:
-            return None
         target_context.refresh()
-        path = self._file(self._folder, sig, target_context.codegen())
-        payload = disk_cache.load(path)
+        name = self._file(sig, target_context.codegen())
+        payload = disk_cache.find(name)
         if payload is None:
             return None
         try:
             kernel = CompileResult._rebuild(target_context, *pickle.loads(payload))
         except Exception as error:
-            log.append(f"not loaded {path.name}: {error!r}")
+            log.append(f"not loaded {name}: {error!r}")
             return None
-        log.append(f"loaded {path.name}")
+        log.append(f"loaded {name}")
         return kernel
 
     def save_overload(self, sig, data) -> None:
-        if self._folder is None:
-            return
+        name = self._file(sig, data.library.codegen)
         try:
-            disk_cache.save(self._file(self._folder, sig, data.library.codegen), dumps(data._reduce()))
+            payload = dumps(data._reduce())
         except Exception as error:
-            log.append(f"not saved {self._name}: {error!r}")
+            log.append(f"not saved {name}: {error!r}")
+            disk_cache.lost[name] = repr(error)
+        else:
+            disk_cache.keep(name, payload)

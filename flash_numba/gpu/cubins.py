@@ -26,19 +26,14 @@ def digest(module: str) -> str:
 
 def machine_code(kernel: Kernel, cc: tuple[int, int]) -> tuple[bytes, str]:
     """The kernel for a compute capability, and what it is called there."""
-    folder = disk_cache.private_folder()
     of = digest(kernel.function.__module__)
-    path = folder and folder / disk_cache.file_name(f"{kernel.name}_{architecture(cc)}", of, kernel.name, cc)
-    cubin = disk_cache.load(path) if path else None
-    if path and cubin is not None:
-        disk_cache.log.append(f"loaded {path.name}")
+    name = disk_cache.file_name(f"{kernel.name}_{architecture(cc)}", of, kernel.name, cc)
+    cubin = disk_cache.find(name)
+    if cubin is not None:
+        disk_cache.log.append(f"loaded {name}")
         return cubin, ENTRY
     cubin = to_cubin(compiled(kernel, cc), cc)
-    if path:
-        try:
-            disk_cache.save(path, cubin)
-        except OSError as error:
-            disk_cache.log.append(f"not saved {path.name}: {error!r}")
+    disk_cache.keep(name, cubin)
     return cubin, ENTRY
 
 
