@@ -27,7 +27,8 @@ from cases import (
     self_attention,
 )
 from cases import mask_like as masked
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 import flash_numba
@@ -330,13 +331,16 @@ class Conformance:
         self.attend(x["q"], x["k"], x["v"], causal=True, out=out)
         assert same_bits(np.ascontiguousarray(out), want)
 
-    def test_out_may_overlap_the_mask(self):
-        q, k, v = (normal(1, 1, 8, 8, dtype=np.float64, seed=n) for n in range(3))
-        memory = np.zeros(8 * 8 * 8, bool)
+    @pytest.mark.parametrize("rows", [8, 300])
+    def test_out_may_overlap_the_mask(self, rows):
+        """The first head's output covers the mask of all that come later."""
+        q, k, v = (normal(1, 4, n, 8, dtype=np.float64, seed=n) for n in (rows, 8, 9))
+        v = v[:, :, :8]
+        memory = np.zeros(4 * rows * 8 * 8, bool)
         memory[::3] = True
-        mask = memory[:64].reshape(8, 8)
+        mask = memory[: 4 * rows * 8].reshape(1, 4, rows, 8)
         want = self.attend(q, k, v, mask=mask.copy())
-        out = memory.view(np.float64).reshape(1, 1, 8, 8)
+        out = memory.view(np.float64).reshape(1, 4, rows, 8)
         self.attend(q, k, v, mask=mask, out=out)
         assert same_bits(out, want)
 
@@ -403,12 +407,12 @@ ANY_SHAPE = st.builds(
 class KernelConformance(Conformance):
     """Compiled kernels also promise bits: nothing but a call's own sizes, dtype and features decides them."""
 
-    @settings(max_examples=80, deadline=None, database=None, derandomize=True)
+    @fuzz(80)
     @given(drawn=ANY_SHAPE)
     def test_any_shape(self, drawn):
         self.check(drawn, expect(drawn))
 
-    @settings(max_examples=120, deadline=None, database=None, derandomize=True)
+    @fuzz(120)
     @given(
         seed=st.integers(0, 2**32),
         names=st.sets(st.sampled_from(sorted(RULES)), min_size=1, max_size=6),

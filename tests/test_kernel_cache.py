@@ -1,0 +1,105 @@
+"""Compiled kernels on disk: what a file may be used for is in its name, and it is whole or isn't there."""
+
+import importlib
+import os
+import sys
+from types import SimpleNamespace
+
+import llvmlite
+import numba
+import numpy as np
+import pytest
+from numba.core import config
+
+from flash_numba import disk_cache
+from flash_numba.cpu import kernel_cache
+
+FORWARD = "flash_numba.cpu.forward"
+
+
+@pytest.fixture
+def digest():
+    importlib.import_module(FORWARD)
+    return lambda: kernel_cache.digest(FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (numba, "__version__"), (llvmlite, "__version__"), (np, "__version__"), (sys, "version"),
+        *((config, name) for name in kernel_cache.COMPILER_SETTINGS),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)  # fmt: skip
+def test_whatever_changes_machine_code_is_in_the_digest(monkeypatch, digest, of, name):
+    before = digest()
+    assert hasattr(of, name)
+    monkeypatch.setattr(of, name, "another")
+    assert digest() != before
+    monkeypatch.undo()
+    assert digest() == before
+
+
+def test_a_file_is_of_one_kernel_signature_and_cpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASH_NUMBA_CACHE_DIR", str(tmp_path))
+    importlib.import_module(FORWARD)
+
+    def name_of(kernel="forward_float32", signature="void(int64)", cpu="znver4", features="+avx2", triple="x86_64"):
+        target = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
+        return kernel_cache.KernelCache(kernel, FORWARD)._file(tmp_path, signature, target)
+
+    changed = [
+        {"kernel": "forward_float64"}, {"signature": "void(int32)"}, {"cpu": "znver3"}, {"features": "+avx2,+fma"},
+        {"triple": "aarch64"},
+    ]  # fmt: skip
+    names = [name_of(), *(name_of(**change) for change in changed)]
+    assert len(set(names)) == len(names)
+    assert name_of() == names[0]
+    monkeypatch.setattr(kernel_cache, "digest", lambda module: "of other code")
+    assert name_of() != names[0]
+
+
+def test_numba_tells_which_cpu_it_compiles_for():
+    """What the file's name relies on."""
+    from numba.core.registry import cpu_target
+
+    codegen = cpu_target.target_context.codegen()
+    assert codegen._get_host_cpu_name() in codegen.magic_tuple()
+
+
+@pytest.mark.parametrize("step", ["replace", "fdopen"])
+def test_a_file_that_cannot_be_replaced_stays_whole(monkeypatch, tmp_path, step):
+    path = tmp_path / "x.kernel"
+    disk_cache.save(path, b"before")
+
+    def full(*_):
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, step, full)
+        with pytest.raises(OSError, match="space"):
+            disk_cache.save(path, b"after")
+    assert disk_cache.load(path) == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+    disk_cache.save(path, b"after")
+    assert disk_cache.load(path) == b"after"
+
+
+def test_a_file_appears_whole(monkeypatch, tmp_path):
+    """Nobody sees a part of it under its name."""
+    path, seen = tmp_path / "x.kernel", []
+    monkeypatch.setattr(os, "replace", lambda a, b, do=os.replace: (seen.append(path.exists()), do(a, b)))
+    disk_cache.save(path, b"x" * 100_000)
+    assert seen == [False]
+    assert disk_cache.load(path) == b"x" * 100_000
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="file modes")
+@pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o777])
+def test_a_folder_that_anybody_else_may_write_to_is_not_used(monkeypatch, tmp_path, mode):
+    monkeypatch.setenv("FLASH_NUMBA_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(mode)
+    assert disk_cache.private_folder() is None
+    for private in (0o700, 0o750, 0o755):
+        tmp_path.chmod(private)
+        assert disk_cache.private_folder() == tmp_path
