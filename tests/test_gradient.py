@@ -38,7 +38,7 @@ from test_conformance import ANY_SHAPE, heads_first, normal, same_bits
 
 import flash_numba
 from flash_numba import Gradients, attention, attention_varlen, bands, recurrence, reference
-from flash_numba.cpu import backward, launch
+from flash_numba.cpu import backward, backward_plan, launch
 
 INF, NAN = math.inf, math.nan
 NAMES = Gradients._fields
@@ -776,6 +776,46 @@ def test_a_work_tile_is_done_once_all_is_added(row_bias, before):
     assert told[0] == ("publish", 55, 0)
     assert [name for name, *_ in told[1:3]] == ["differentiate_block"] * 2
     assert told[3:] == end
+
+
+@pytest.mark.parametrize("walks_all", [0, 1])
+def test_a_work_tile_that_others_wait_for_goes_through_all_blocks(walks_all):
+    """Also through those that it sees nothing of: its successor may, and so may whoever it waits for itself."""
+    head = SimpleNamespace(bias=0, scale=1.0)
+    visible = SimpleNamespace(start=10, stop=20)
+    work = SimpleNamespace(head=head, gradients=head, visible=visible, done=55, before=77, first_row=0, rows=3)
+    names = {
+        "problem_at": (SimpleNamespace(bias=1, bias_column=4, q=0),), "itemsize": (4,), "start_work_tile": (work,),
+        "read_flag": (0,), "publish": (None,), "differentiate_block": (True,),
+        "geometry": SimpleNamespace(next_block=lambda visible, start, size: max(start, visible.start)),
+    }  # fmt: skip
+    of, events = order_of(backward.differentiate_work_tile, **names)
+    of(SimpleNamespace(keys=40), SimpleNamespace(gradient=0, walks_all=walks_all, block_k=10), 0, 0, 0)
+    blocks = [event[2] for event in events if event[0] == "differentiate_block"]  # behind the scratch
+    assert blocks == ([0, 10, 20, 30] if walks_all else [10])
+    assert next(event for event in events if event[0] == "publish") == ("publish", 55, 0 if walks_all else 1)
+
+
+@pytest.mark.parametrize(
+    ("bias", "shared"), [((2, 4, 5, 7), False), ((2, 4, 1, 7), False), ((4, 5, 7), True), ((7,), True), (None, False)]
+)
+def test_work_tiles_of_a_shared_bias_are_one_chain(monkeypatch, bias, shared):
+    q, k, v = normal(*Q), normal(*KV), normal(*KV, seed=1)
+    rules = {} if bias is None else {"bias": normal(*bias)}
+    out, lse = attention(q, k, v, return_lse=True, **rules)
+    seen = []
+
+    def start(run, addresses, alive, progress):
+        at = launch.PARAMETERS_AT
+        words = run.words.view(np.uint8)[at : at + backward_plan.LAUNCH_PARAMETERS.itemsize]
+        table = next(x for x in alive if isinstance(x, np.ndarray) and x.dtype == backward_plan.CHAINED_TILE)
+        seen.append((int(words.view(backward_plan.LAUNCH_PARAMETERS)["walks_all"][0]), table["previous"].copy()))
+
+    monkeypatch.setattr(launch, "start", start)
+    flash_numba.attention_grad(out, q, k, v, out, lse, **rules)
+    ((walks_all, previous),) = seen
+    assert walks_all == shared
+    assert (list(previous) == list(range(-1, 7))) == shared  # else by key heads
 
 
 @pytest.mark.parametrize("bias", [0, 1])

@@ -12,7 +12,7 @@ import pytest
 from numba.core import config
 
 from flash_numba import disk_cache
-from flash_numba.cpu import kernel_cache
+from flash_numba.cpu import kernel_cache, launch
 
 FORWARD = "flash_numba.cpu.forward"
 
@@ -65,6 +65,37 @@ def test_numba_tells_which_cpu_it_compiles_for():
 
     codegen = cpu_target.target_context.codegen()
     assert codegen._get_host_cpu_name() in codegen.magic_tuple()
+
+
+@pytest.mark.parametrize("name", ["forward", "decode", "backward"])
+def test_a_kernel_is_kept_under_the_digest_of_its_own_module(monkeypatch, name):
+    """Not of that which its outermost loop is made in, which knows nothing of what is called in it."""
+    asked = []
+
+    class Cache(kernel_cache.KernelCache):
+        def __init__(self, name, module):
+            asked.append((name, module))
+            super().__init__(name, module)
+
+    monkeypatch.setattr(launch, "KernelCache", Cache)
+    monkeypatch.setattr(launch, "_workers", {})
+    launch.worker_address(name, np.dtype(np.float32))
+    assert asked == [(f"{name}_float32", f"flash_numba.cpu.{name}")]
+
+
+def test_a_changed_kernel_is_compiled_again(monkeypatch):
+    """Each kernel's name on disk follows every function of its own module."""
+    for name in ("forward", "decode", "backward"):
+        module = importlib.import_module(f"flash_numba.cpu.{name}")
+        before = kernel_cache.digest(module.__name__)
+        compiled = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+        functions = [x.py_func for x in compiled if hasattr(x, "py_func")]
+        assert len(functions) > 9
+        for function in functions:
+            code = function.__code__
+            with monkeypatch.context() as change:
+                change.setattr(function, "__code__", code.replace(co_consts=(*code.co_consts, "one more")))
+                assert kernel_cache.digest(module.__name__) != before, function
 
 
 @pytest.mark.parametrize("step", ["replace", "fdopen"])
