@@ -298,6 +298,19 @@ class GradientConformance:
         assert np.isfinite(late.dk[:, :, 11:]).all()
         assert np.isfinite(late.dv[:, :, 11:]).all()
 
+    @pytest.mark.parametrize("offset", [1, 2, 3, 5, 7])
+    def test_nan_beside_a_window(self, offset):
+        """Keys just before and behind those that some rows see, which no product goes through on its own."""
+        q, k, v, dout = (normal(1, 1, n, 8, seed=n) for n in (192, 220, 221, 193))
+        v, dout = v[:, :, :220], dout[:, :, :192]
+        options = {"window": (20, 0), "q_offset": offset}
+        dout[:, :, 64:128] = NAN
+        got = self.grad(dout, q, k, v, *self.forward(q, k, v, **options), **options)
+        seen = (np.arange(220) >= 64 + offset - 20) & (np.arange(220) < 128 + offset)
+        for dx in (got.dk, got.dv):
+            np.testing.assert_array_equal(np.isnan(dx[0, 0]).all(axis=-1), seen)
+            assert np.isfinite(dx[0, 0, ~seen]).all()
+
     @pytest.mark.parametrize("options", [{"mask": np.zeros((9, 20), bool)}, {"kv_lengths": 0}, {"q_lengths": 0}])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_rows_without_a_key_have_no_gradient(self, dtype, options):
