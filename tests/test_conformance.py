@@ -5,8 +5,11 @@ whatever else is in the batch, as compiled kernels do. A slow one sets `max_cost
 """
 
 import functools
+import importlib
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numba
@@ -470,6 +473,18 @@ class KernelConformance(Conformance):
         # Half of the heads, with the same number of query heads to a K/V head.
         half = self.attend(q[:, 2:], k[:, 1:], v[:, 1:], **options)
         assert same_bits(half, np.ascontiguousarray(out[:, 2:]))
+
+
+def test_every_module_with_a_backend_of_its_own_gives_it_its_cases():
+    """Where pytest doesn't find the hook, tests that take a case are an error, which a skipped one doesn't show."""
+    here, found = Path(__file__), False
+    for path in here.parent.glob("test_*.py"):
+        text = path.read_text("utf-8")
+        if path != here and re.search(r"^class \w+\((Kernel)?Conformance\)", text, re.M):
+            hook = importlib.import_module(path.stem).pytest_generate_tests
+            assert hook is pytest_generate_tests, path.name
+            found = True
+    assert found
 
 
 class TestReference(Conformance):
