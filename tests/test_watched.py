@@ -3,6 +3,9 @@
 A call that is cut short leaves its output as it was, which tells it from one that ran to its end, however fast or slow.
 """
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -58,3 +61,23 @@ def test_an_error_of_the_call_itself_reaches_the_caller(monkeypatch, threads, gr
     with pytest.raises(MemoryError, match="of the helper"):
         call(*arrays, progress=lambda *of: seen.append(of))
     assert not seen or seen[-1][0] < seen[-1][1]  # nor is it said to be done
+
+
+def test_workqueue_gets_one_call_at_a_time(monkeypatch):
+    """It aborts the process otherwise. Here without it: a driver that would notice."""
+    inside, most = [], []
+
+    def driver(*of):
+        inside.append(of)
+        most.append(len(inside))
+        time.sleep(0.01)  # time for another to come in, were it let
+        inside.pop()
+
+    monkeypatch.setattr(launch, "parallel_driver", lambda: driver)
+    monkeypatch.setattr(launch.numba, "threading_layer", lambda: "workqueue")
+    callers = [threading.Thread(target=launch.run_parallel, args=(n, 0, 0, 0, 0, 2)) for n in range(5)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert most == [1] * 5
