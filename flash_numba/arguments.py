@@ -312,11 +312,15 @@ def output_array(out: Any, shape: tuple[int, ...], kind: Any = np.ndarray) -> np
 
 def overlaps_itself(x: Any) -> bool:
     """Whether some elements of an array share bytes."""
-    size = x.dtype.itemsize
-    axes = sorted((abs(stride), n) for stride, n in zip(x.strides, x.shape, strict=True) if n > 1)
-    if all(stride >= size + sum((n - 1) * step for step, n in axes[:i]) for i, (stride, _) in enumerate(axes)):
-        return False  # each axis steps over all that the smaller ones reach
-    if axes[0][0] == 0 or math.prod(x.shape) * size > size + sum((n - 1) * stride for stride, n in axes):
+    size = reach = x.dtype.itemsize
+    axes = sorted([(abs(stride), n) for stride, n in zip(x.strides, x.shape, strict=True) if n > 1])
+    steps_over = True  # whether each axis steps over all that the smaller ones reach
+    for stride, n in axes:
+        steps_over = steps_over and stride >= reach
+        reach += (n - 1) * stride
+    if steps_over:
+        return False
+    if axes[0][0] == 0 or math.prod(x.shape) * size > reach:
         return True
     starts = np.zeros(1, np.int64)  # rare: axes that reach into each other, and may still miss
     for stride, n in axes:
