@@ -310,9 +310,27 @@ def output_array(out: Any, shape: tuple[int, ...], kind: Any = np.ndarray) -> np
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if not out.flags.writeable:
         raise ValueError("out must be writeable, got a read-only array")
-    if out.size and any(stride == 0 and n > 1 for stride, n in zip(out.strides, out.shape, strict=True)):
+    if out.size and overlaps_itself(out):
         raise ValueError(f"out must not overlap itself, got strides {out.strides} for shape {out.shape}")
     return out
+
+
+def overlaps_itself(x: Any) -> bool:
+    """Whether some elements of an array share bytes."""
+    size = reach = x.dtype.itemsize
+    axes = sorted([(abs(stride), n) for stride, n in zip(x.strides, x.shape, strict=True) if n > 1])
+    steps_over = True  # whether each axis steps over all that the smaller ones reach
+    for stride, n in axes:
+        steps_over = steps_over and stride >= reach
+        reach += (n - 1) * stride
+    if steps_over:
+        return False
+    if axes[0][0] == 0 or math.prod(x.shape) * size > reach:
+        return True
+    starts = np.zeros(1, np.int64)  # rare: axes that reach into each other, and may still miss
+    for stride, n in axes:
+        starts = np.add.outer(starts, stride * np.arange(n)).ravel()
+    return bool(np.diff(np.sort(starts)).min() < size)
 
 
 def can_write_in_place(out: np.ndarray, dtype: np.dtype, inputs: list) -> bool:

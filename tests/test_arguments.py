@@ -204,6 +204,32 @@ def test_an_output_that_repeats_any_axis_is_refused(axis):
         attention(x, x, x, out=np.lib.stride_tricks.as_strided(x.copy(), x.shape, strides))
 
 
+@pytest.mark.parametrize(
+    ("strides", "overlaps"),
+    [
+        ((128, 32, 32, 4), True),  # two axes in one
+        ((64, 32, 16, 2), True),  # half an element
+        ((16, 12, 8, 4), True),
+        ((32, 16, 12, 4), True),  # of which two elements are one
+        ((32, 16, -12, 4), True),
+        ((-32, 16, 8, -4), False),
+        ((4, 8, 16, 32), False),
+        ((48, 96, 8, 12), False),  # 0 and 12, 8 and 20: axes that reach into each other
+        ((64, 200, 24, 4), False),
+    ],
+)
+def test_an_output_whose_elements_share_bytes_is_refused(strides, overlaps):
+    x = normal(2, 2, 2, 2)
+    memory = np.zeros(1000, np.uint8)
+    out = np.ndarray(x.shape, x.dtype, memory, 400, strides)
+    if overlaps:
+        with pytest.raises(ValueError, match="out must not overlap itself"):
+            attention(x, x, x, out=out)
+    else:
+        assert attention(x, x, x, out=out) is out
+        np.testing.assert_array_equal(out, attention(x, x, x))
+
+
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_an_output_over_an_operand_is_computed_aside(name):
     """Two heads of 8 rows: the first one's output lies where the second one's operand is still to be read."""

@@ -51,6 +51,15 @@ def test_measured_errors_are_as_small_as_expected():
         assert kernel.abs_max <= expected[dtype]
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_bands_are_not_much_wider_than_errors(dtype):
+    """The worst of thousands of elements takes a twentieth of what it may and more: a wider band tells nothing."""
+    online, kernel, *gradients = check.measure(check.Case(dtype, 128, "normal"))
+    for row in (online, kernel, *gradients):
+        assert 0.04 <= row.share <= 1, row
+    assert 0.04 <= kernel.lse_max / kernel.lse_band <= 1
+
+
 def test_exact_describes_a_row_of_two_keys():
     """Weights 1/4 and 3/4, worked out by hand."""
     q, k, v = np.array([[1.0]]), np.array([[0.0], [math.log(3)]]), np.array([[-2.0], [2.0]])

@@ -277,7 +277,14 @@ def start_long(tmp_path, out):
     def begin(**options):
         long = tmp_path / "zeros.npy"
         np.lib.format.open_memmap(long, "w+", np.float32, (2**17, 64))
-        process = start("run", long, long, long, "-o", out, "--threads", 1, **options)
+        heard = {
+            n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM)
+        }  # nohup has it ignore them
+        try:
+            process = start("run", long, long, long, "-o", out, "--threads", 1, **options)
+        finally:
+            for n, handler in heard.items():
+                signal.signal(n, handler)
         started.append(process)
         deadline = time.monotonic() + 60
         while not list(out.parent.iterdir()):

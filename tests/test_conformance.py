@@ -5,8 +5,11 @@ whatever else is in the batch, as compiled kernels do. A slow one sets `max_cost
 """
 
 import functools
+import importlib
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numba
@@ -27,7 +30,8 @@ from cases import (
     self_attention,
 )
 from cases import mask_like as masked
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 import flash_numba
@@ -330,13 +334,16 @@ class Conformance:
         self.attend(x["q"], x["k"], x["v"], causal=True, out=out)
         assert same_bits(np.ascontiguousarray(out), want)
 
-    def test_out_may_overlap_the_mask(self):
-        q, k, v = (normal(1, 1, 8, 8, dtype=np.float64, seed=n) for n in range(3))
-        memory = np.zeros(8 * 8 * 8, bool)
+    @pytest.mark.parametrize("rows", [8, 300])
+    def test_out_may_overlap_the_mask(self, rows):
+        """The first head's output covers the mask of all that come later."""
+        q, k, v = (normal(1, 4, n, 8, dtype=np.float64, seed=n) for n in (rows, 8, 9))
+        v = v[:, :, :8]
+        memory = np.zeros(4 * rows * 8 * 8, bool)
         memory[::3] = True
-        mask = memory[:64].reshape(8, 8)
+        mask = memory[: 4 * rows * 8].reshape(1, 4, rows, 8)
         want = self.attend(q, k, v, mask=mask.copy())
-        out = memory.view(np.float64).reshape(1, 1, 8, 8)
+        out = memory.view(np.float64).reshape(1, 4, rows, 8)
         self.attend(q, k, v, mask=mask, out=out)
         assert same_bits(out, want)
 
@@ -403,12 +410,12 @@ ANY_SHAPE = st.builds(
 class KernelConformance(Conformance):
     """Compiled kernels also promise bits: nothing but a call's own sizes, dtype and features decides them."""
 
-    @settings(max_examples=80, deadline=None, database=None, derandomize=True)
+    @fuzz(80)
     @given(drawn=ANY_SHAPE)
     def test_any_shape(self, drawn):
         self.check(drawn, expect(drawn))
 
-    @settings(max_examples=120, deadline=None, database=None, derandomize=True)
+    @fuzz(120)
     @given(
         seed=st.integers(0, 2**32),
         names=st.sets(st.sampled_from(sorted(RULES)), min_size=1, max_size=6),
@@ -466,6 +473,18 @@ class KernelConformance(Conformance):
         # Half of the heads, with the same number of query heads to a K/V head.
         half = self.attend(q[:, 2:], k[:, 1:], v[:, 1:], **options)
         assert same_bits(half, np.ascontiguousarray(out[:, 2:]))
+
+
+def test_every_module_with_a_backend_of_its_own_gives_it_its_cases():
+    """Where pytest doesn't find the hook, tests that take a case are an error, which a skipped one doesn't show."""
+    here, found = Path(__file__), False
+    for path in here.parent.glob("test_*.py"):
+        text = path.read_text("utf-8")
+        if path != here and re.search(r"^class \w+\((Kernel)?Conformance\)", text, re.M):
+            hook = importlib.import_module(path.stem).pytest_generate_tests
+            assert hook is pytest_generate_tests, path.name
+            found = True
+    assert found
 
 
 class TestReference(Conformance):

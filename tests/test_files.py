@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from flash_numba import files
@@ -298,7 +299,7 @@ def test_safetensors_header_longer_than_the_file(tmp_path):
     assert "header of" in read_error(tmp_path / "x.safetensors", "x")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(files.SUFFIXES), st.integers(0, 400), st.binary(min_size=1, max_size=6), st.booleans())
 @pytest.mark.filterwarnings("ignore::UserWarning")  # NumPy's, on a header that looks like Python 2's
 def test_flipped_bytes_never_do_worse_than_a_file_error(tmp_path, suffix, at, junk, compressed):

@@ -7,12 +7,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_numba import reference
 
-fuzz = settings(max_examples=100, deadline=None, database=None, derandomize=True)
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 INF, NAN = math.inf, math.nan
 
@@ -142,7 +142,7 @@ def small_problem(rng, rows=5, keys=7):
     return normal(rng, 2, 4, rows, 3), normal(rng, 2, 2, keys, 3), normal(rng, 2, 2, keys, 2)
 
 
-@fuzz
+@fuzz(100)
 @given(
     seed=st.integers(0, 2**32),
     names=st.sets(st.sampled_from(sorted(RULES)), max_size=6),
@@ -422,7 +422,7 @@ rows_of_scores = st.builds(
 )
 
 
-@fuzz
+@fuzz(100)
 @given(x=rows_of_scores, block=st.integers(1, 80))
 def test_online_softmax_is_one_shot_softmax(x, block):
     p = reference.one_shot_softmax(x)
@@ -446,7 +446,7 @@ def test_softmax_by_hand():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@fuzz
+@fuzz(100)
 @given(
     seed=st.integers(0, 2**32),
     rows=st.integers(1, 40),
@@ -499,7 +499,7 @@ def state_of(s, v):
     return m, l, np.exp(s - np.where(m == -INF, 0, m)) @ v
 
 
-@fuzz
+@fuzz(100)
 @given(seed=st.integers(0, 2**32), cuts=st.lists(st.integers(0, 30), min_size=2, max_size=2), spread=st.floats(0, 50))
 def test_merge_is_associative_and_exact(seed, cuts, spread):
     rng = np.random.default_rng(seed)

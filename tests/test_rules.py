@@ -17,9 +17,11 @@ import pytest
 from cases import DTYPES, FLOAT8, FLOAT16, FLOAT32, FLOAT64
 from test_conformance import assert_within, expect_call, normal, same_bits
 
-from flash_numba import attention, reference
+from flash_numba import attention, attention_grad, checked, reference
 from flash_numba.cpu import launch
+from flash_numba.cpu.backend import CPU
 from flash_numba.cpu.plan import FEW_QUERIES
+from flash_numba.problem import describe
 
 INF, NAN = math.inf, math.nan
 LINUX = sys.platform.startswith("linux")
@@ -471,6 +473,33 @@ def test_dropout_of_a_nan_and_of_a_row():
     np.testing.assert_allclose(out, np.broadcast_to(kept.sum(axis=1, keepdims=True) * 10 / 8, (8, 8)))
 
 
+@few_or_many
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_dropped_nan_is_a_nan(rows, causal):
+    """0 * NaN and 0 * inf are: only rows that don't see the key at all are spared."""
+    v = np.ones((80, 4))
+    v[78, 0], v[78, 1], v[78, 2] = NAN, INF, -INF
+    options = {"dropout": 0.5, "seed": 0, "causal": causal}
+    kept = kept_by_kernel((1, 1, rows, 1), 80, **options)[0, 0, :, 78] > 0
+    out = attention(np.zeros((rows, 1)), np.zeros((80, 1)), v, **options)
+    seen = np.arange(rows) >= (rows - 2 if causal else 0)
+    assert kept[seen].any()
+    assert not kept[seen].all()
+    for column, bad in enumerate([NAN, INF, -INF]):
+        np.testing.assert_array_equal(out[seen, column], np.where(kept[seen], bad, NAN))
+    assert np.isfinite(out[~seen]).all()
+    assert np.isfinite(out[:, 3]).all()
+
+
+@pytest.mark.parametrize(
+    ("p", "threshold"), [(0.1, 429496729), (0.5, 2**31), (0.9, 3865470566), (1 - 2**-53, 2**32 - 1)]
+)
+def test_the_threshold_of_dropout_is_rounded_down(p, threshold):
+    """It is a random word that is kept: 0.1 * 2**32 is 429496729.6."""
+    call = checked.checked_call(*qkv(20, 30), CPU(), dropout=p, seed=1)[0]
+    assert int(describe(call)[0]["drop_below"]) == threshold
+
+
 # ---- 8-bit keys and values
 
 
@@ -522,6 +551,22 @@ def test_8_bit_scales_are_factors_of_keys_and_values(kv_dtype, rows):
         np.testing.assert_allclose(got[0], plain, rtol=2e-5, atol=2e-6)
     assert same_bits(attention(q, k, v, k_scale=2.0), attention(q, k, v, k_scale=[2.0, 2.0]))
     assert same_bits(attention(q, k, v, k_scale=2.0), attention(q, k, v, scale=2 / math.sqrt(16)))
+
+
+@few_or_many
+@pytest.mark.parametrize("shared", ["k", "v"])
+def test_scales_belong_to_the_heads_of_their_own(shared, rows):
+    """Where K has one head for all and V has not, or the other way round."""
+    q, k, v = qkv(rows, 70, kv_heads=4)
+    scales = np.array([[1.0, 2, 3, 4], [5, 6, 7, 8]])
+    k, v = (k[:, :1], v) if shared == "k" else (k, v[:, :1])
+    options = {"v_scale" if shared == "k" else "k_scale": scales, "k_scale" if shared == "k" else "v_scale": [0.3]}
+    out, lse = attention(q, k, v, **options, return_lse=True)
+    assert_right((out, lse), q, k, v, **options)
+    got = attention_grad(out, q, k, v, out, lse, **options)
+    want = reference.attention_grad(out, q, k, v, out, lse, **options)
+    for dx, right in zip(got[:3], want[:3], strict=True):
+        np.testing.assert_allclose(dx, right, rtol=1e-4, atol=1e-4 * np.abs(right).max())
 
 
 def test_keys_and_values_may_differ_in_their_8_bits():
@@ -583,6 +628,8 @@ UNREADABLE = """
         run(f"offset, {name}", 64, 1024, hidden=last, causal=True, q_offset=448, **types)
         run(f"kv_lengths, {name}", 64, 1024, hidden=last, kv_lengths=512, **types)
         run(f"window, {name}", 64, 1024, hidden=[(0, 512), (704, 1024)], window=(32, 64), q_offset=576, **types)
+        # from the first readable key on, and up to the last one
+        run(f"window's ends, {name}", 64, 1024, hidden=[(0, 512), (704, 1024)], window=(32, 96), q_offset=544, **types)
         keep = ~between(256, 640)
         run(f"mask, {name}", 64, 1024, hidden=[(256, 640)], mask=keep, **types)
         run(f"mask of rows, {name}", 300, 1024, hidden=[(256, 640)], mask=np.tile(keep, (300, 1)), **types)
@@ -590,11 +637,15 @@ UNREADABLE = """
         run(f"bias, {name}", 64, 1024, hidden=[(256, 640)], bias=bias.astype(np.float32), **types)
         run(f"bias of rows, {name}", 300, 1024, hidden=[(256, 640)], bias=np.tile(bias, (300, 1)), **types)
         run(f"q_lengths, {name}", 640, 1024, hidden=[], hidden_rows=[(128, 640)], q_lengths=128, **types)
+        # not a whole number of row tiles
+        run(f"q_lengths 144, {name}", 640, 1024, hidden=[], hidden_rows=[(144, 640)], q_lengths=144, **types)
         run(f"nothing, {name}", 64, 1024, hidden=[(0, 1024)], kv_lengths=0, **types)
         # few queries: a kernel of its own
         run(f"causal, few, {name}", 8, 1024, hidden=last, causal=True, q_offset=504, **types)
         run(f"kv_lengths, few, {name}", 1, 4096, hidden=[(1536, 4096)], kv_lengths=1536, **types)
         run(f"window, few, {name}", 8, 4096, hidden=[(0, 2048), (2304, 4096)], window=(32, 64), q_offset=2176, **types)
+        ends = [(0, 2048), (2176, 4096)]
+        run(f"window's ends, few, {name}", 8, 4096, hidden=ends, window=(32, 88), q_offset=2080, **types)
         keep = ~between(2048, 3072, 4096)
         run(f"mask, few, {name}", 8, 4096, hidden=[(2048, 3072)], mask=keep, **types)
         run(f"bias, few, {name}", 8, 4096, hidden=[(2048, 3072)], bias=np.where(keep, 0, -np.inf), **types)
@@ -621,7 +672,7 @@ def test_hidden_keys_are_not_read():
     out = in_new_process(UNREADABLE, NUMBA_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
     lines = dict(line.rsplit(": ", 1) for line in out.splitlines())
     assert lines.pop("control") == "-11"
-    assert len(lines) == 61
+    assert len(lines) == 73
     failed = {name: code for name, code in lines.items() if code != "0"}
     assert not failed, failed
 

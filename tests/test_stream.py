@@ -14,7 +14,8 @@ import numba
 import numpy as np
 import pytest
 from cases import DTYPES, FLOAT8, FLOAT32, FLOAT64, RULES, rule_case
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from test_conformance import assert_within, expect_call, normal, same_bits
 
@@ -22,7 +23,6 @@ from flash_numba import AttentionStream, attention, attention_partial, merge, re
 from flash_numba.cpu import launch
 
 INF, NAN = math.inf, math.nan
-fuzz = settings(max_examples=50, deadline=None, database=None, derandomize=True)
 
 PER_CHUNK = ("bias", "mask")  # of the keys absorbed, not of the stream
 # Lengths and offsets are in the tests of their own.
@@ -89,7 +89,7 @@ def assert_right(got, dtype, q, k, v, factor=1, **options):
 # ---- a stream is exact for any cut
 
 
-@fuzz
+@fuzz(50)
 @given(
     seed=st.integers(0, 2**32),
     names=st.sets(st.sampled_from(PART_RULES), max_size=5),
@@ -525,7 +525,7 @@ def partials(q, k, v, places, layout="bhsd", **options):
     ]
 
 
-@fuzz
+@fuzz(50)
 @given(
     seed=st.integers(0, 2**32),
     names=st.sets(st.sampled_from(PART_RULES), max_size=5),

@@ -12,7 +12,8 @@ import numba
 import numpy as np
 import pytest
 from cases import BFLOAT16, DTYPES, FLOAT8, FLOAT16, FLOAT32, FLOAT64
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from test_conformance import assert_within, expect_call, normal, same_bits
 
@@ -23,7 +24,6 @@ from flash_numba.problem import SEQUENCE
 from flash_numba.work_tiles import packed_work_tiles
 
 INF, NAN = math.inf, math.nan
-fuzz = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 
 # Rows and keys of each sequence: empty ones of either or both kinds, one row, whole blocks, more than one tile.
 LENGTHS = [(17, 7), (0, 5), (1, 40), (5, 0), (0, 0), (200, 130), (128, 256), (33, 300)]
@@ -136,7 +136,7 @@ def test_positions_align_in_each_sequence_by_hand(backend):
     np.testing.assert_allclose(out[:, 0, 0], [(0.5 * 1 + 2) / 1.5])
 
 
-@fuzz
+@fuzz(80)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 200)), max_size=6),
     name=st.sampled_from(sorted(RULES)),
@@ -330,7 +330,7 @@ def test_threads_change_no_bit(monkeypatch, dtype, name):
         assert same_bits(lse, results[0][1])
 
 
-@fuzz
+@fuzz(80)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), max_size=8),
     block_q=st.sampled_from([24, 192]),

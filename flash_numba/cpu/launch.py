@@ -86,9 +86,10 @@ def worker_address(name: str, dtype: np.dtype) -> int:
     if (name, dtype) not in _workers:
         with _lock:
             signature = types.void(types.intp, types.intp, types.CPointer(numba.from_dtype(dtype)))
-            function = getattr(importlib.import_module(f"flash_numba.cpu.{name}"), name)
+            module = importlib.import_module(f"flash_numba.cpu.{name}")
+            function = getattr(module, name)
             kernel = CFunc(function, (signature.args, signature.return_type), locals={}, options=MATH)
-            kernel._cache = KernelCache(f"{name}_{dtype}", function.__module__)  # type: ignore[attr-defined]
+            kernel._cache = KernelCache(f"{name}_{dtype}", module.__name__)  # type: ignore[attr-defined]
             with collector_paused():
                 kernel.compile()
             assert kernel.address is not None
