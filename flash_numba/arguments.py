@@ -89,6 +89,21 @@ def scale_factor(scale: float | None, dim: int) -> float:
     return value
 
 
+def thread_count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    allowed = "an integer of at least 1 or None"
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        count = int(value.__index__())
+    except (AttributeError, TypeError):
+        raise TypeError(f"{name} must be {allowed}, got {reprlib.repr(value)}") from None
+    if count < 1:
+        raise ValueError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+    return count
+
+
 def softcap_value(softcap: float | None) -> float:
     """The cap, or 0 for none."""
     if softcap is None:

@@ -36,6 +36,7 @@ class Call:
     # packed sequences: arrays have one batch element, rows and keys lie between these offsets, (sequences + 1,) int64
     cu_seqlens_q: np.ndarray | None = None
     cu_seqlens_k: np.ndarray | None = None
+    threads: int | None = None  # of the CPU, at most
 
 
 @dataclass(frozen=True)

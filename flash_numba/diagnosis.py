@@ -47,7 +47,7 @@ def info(q: Any = None, k: Any = None, v: Any = None, **options: Any) -> Info:
         v: (..., H_kv, S_kv, D_v).
         **options: The keywords of `attention`, with the same defaults: causal, window, scale, softcap, bias, mask,
             alibi_slopes, sinks, q_lengths, kv_lengths, q_offset, dropout, seed, training, k_scale, v_scale, layout,
-            out and backend. return_lse and progress are taken too, and make no difference.
+            out, backend and threads. return_lse and progress are taken too, and make no difference.
 
     Returns:
         An `Info`: a dictionary of names and values that prints as a table. Of the machine: versions, SIMD width,

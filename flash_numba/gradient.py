@@ -47,6 +47,7 @@ def attention_grad(
     v_scale: Any = None,
     layout: str = "bhsd",
     backend: str = "auto",
+    threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Gradients:
     """The exact gradient of `attention`, from its output and LSE: the score matrix is never held in memory.
@@ -101,7 +102,7 @@ def attention_grad(
         q, k, v, chosen, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset,
         k_offset=k_offset, dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale,
-        layout=layout,
+        layout=layout, threads=threads,
     )  # fmt: skip
     given = {
         "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "bias": bias, "mask": mask,
@@ -134,6 +135,7 @@ def attention_varlen_grad(
     k_scale: Any = None,
     v_scale: Any = None,
     backend: str = "auto",
+    threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Gradients:
     """The exact gradient of `attention_varlen`, from its output and LSE.
@@ -162,7 +164,7 @@ def attention_varlen_grad(
     call, result = checked_packed_call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, chosen, causal=causal, window=window, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout=dropout, seed=seed, training=training, k_scale=k_scale,
-        v_scale=v_scale,
+        v_scale=v_scale, threads=threads,
     )  # fmt: skip
     given = {
         "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "bias": None, "mask": None,

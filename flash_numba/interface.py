@@ -39,6 +39,7 @@ def attention(
     out: Array | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Any:
     """Exact attention, `softmax(scale * q k^T + bias) v`, streamed: the score matrix is never held in memory.
@@ -80,6 +81,8 @@ def attention(
         return_lse: Also return the log-sum-exp of each row.
         backend: "auto" (where the arrays lie), "cpu", "cuda" (copies arrays in host memory to the GPU and back), or
             "reference" (whole-matrix NumPy in float64, for checking).
+        threads: How many threads to use at most, at least 1; None for all that Numba has, or as many as OMP_NUM_THREADS
+            says. Nothing to a GPU.
         progress: True for a bar on stderr or in a notebook (by rich, of the extra `cli`), or what is called about ten
             times a second while the call runs, with work tiles done and their number; on a GPU once, when the work is
             queued. False and None are none.
@@ -104,7 +107,7 @@ def attention(
     """
     key, kept = recall(
         q, k, v, causal, window, scale, softcap, bias, mask, alibi_slopes, sinks, q_lengths, kv_lengths, q_offset,
-        dropout, k_scale, v_scale, layout, out, backend, progress,
+        dropout, k_scale, v_scale, layout, out, backend, threads, progress,
     )  # fmt: skip
     if kept is not None:
         out, lse = kept.run(q, k, v)
@@ -115,6 +118,7 @@ def attention(
         q, k, v, chosen, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, sinks=sinks, q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset,
         dropout=dropout, seed=seed, training=training, k_scale=k_scale, v_scale=v_scale, layout=layout, out=out,
+        threads=threads,
     )  # fmt: skip
     repeated = chosen.remembers(type(q))
     with reported(progress, "attention") as report:
@@ -146,6 +150,7 @@ def attention_varlen(
     out: Array | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Any:
     """Attention of packed sequences of any lengths, each on its own: sequence b of q attends to sequence b of k and v.
@@ -181,7 +186,7 @@ def attention_varlen(
     call, result = checked_packed_call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, chosen, causal=causal, window=window, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout=dropout, seed=seed, training=training, k_scale=k_scale,
-        v_scale=v_scale, out=out,
+        v_scale=v_scale, out=out, threads=threads,
     )  # fmt: skip
     with reported(progress, "attention_varlen") as report:
         compute(call, chosen, report)

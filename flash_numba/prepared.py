@@ -24,7 +24,7 @@ _known: dict[tuple, Remembered] = {}
 
 def recall(
     q, k, v, causal, window, scale, softcap, bias, mask, alibi_slopes, sinks, q_lengths, kv_lengths, q_offset, dropout,
-    k_scale, v_scale, layout, out, backend, progress,
+    k_scale, v_scale, layout, out, backend, threads, progress,
 ) -> tuple[tuple | None, Remembered | None]:  # fmt: skip
     """`(key, kept)` of a call of `attention`: what it may be remembered by, if at all, and what was kept of one alike.
 
@@ -38,6 +38,7 @@ def recall(
         and bias is mask is alibi_slopes is sinks is q_lengths is kv_lengths is q_offset is k_scale is v_scale is None
         and out is None
         and (progress is None or progress is False)
+        and (threads is None or type(threads) is int)  # neither True nor 1.0, which equal 1
         and is_plain(window, scale, softcap, dropout, causal, layout, backend)
         and dropout == 0
     ):
@@ -49,7 +50,7 @@ def recall(
         form = FORMS[kind](q, k, v)
         if form is None:
             return None, None
-    key = (form, causal, type(causal), window, scale, softcap, layout, backend)
+    key = (form, causal, type(causal), window, scale, softcap, layout, backend, threads)
     return key, _known.get(key)
 
 

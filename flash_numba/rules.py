@@ -114,6 +114,10 @@ RULES = (
     Rule("out", None, ARRAY, FORWARD),
     Rule("return_lse", False, OPTION, FORWARD, FREE),
     Rule("backend", "auto", OPTION, (*FORWARD, *GRADIENT, "warmup"), KEY, defaults=MappingProxyType({"warmup": "cpu"})),
+    Rule(
+        "threads", None, VALUE, (*FORWARD, *GRADIENT), KEY, "threads",
+        lambda name, value, sizes: check.thread_count(name, value),
+    ),
     Rule("progress", None, OPTION, (*ALL[:-1], "warmup")),  # False is as None, for remembered calls too
     Rule("dlse", None, OPTION, GRADIENT),
     Rule(

@@ -59,6 +59,7 @@ def changes(n):
         "out": [Change(np.empty((1, n, n, 8), np.float64))],
         "return_lse": [Change(True)],
         "backend": [Change("cpu"), Change("reference"), Change("cuda")],
+        "threads": [Change(1), Change(np.int64(2))],
         "progress": [Change(seen)],
     }
 
@@ -111,7 +112,9 @@ def test_a_keyword_is_in_the_key_or_switches_remembering_off(looks, monkeypatch,
             with pytest.raises(driver.BackendError, match="no GPU here"):
                 attention(q, k, v, **options)
         return
-    rest = {x: value for x, value in options.items() if x not in ("out", "return_lse", "backend", "progress")}
+    rest = {
+        x: value for x, value in options.items() if x not in ("out", "return_lse", "backend", "threads", "progress")
+    }
     want = reference.attention(q, k, v, **rest)
     looks.clear()
     for _ in range(2):
@@ -122,7 +125,7 @@ def test_a_keyword_is_in_the_key_or_switches_remembering_off(looks, monkeypatch,
     keys = [key for key, _ in looks[::2]]
 
     remembered = next(rule.remembered for rule in rules.RULES if rule.name == name)
-    by_value = isinstance(change.value, (bool, float, str, tuple, type(None)))
+    by_value = isinstance(change.value, (bool, int, float, str, tuple, type(None)))
     if remembered == rules.FREE and not change.others:
         assert set(keys) == {plain_key}
         np.testing.assert_array_equal(got, plain)
@@ -137,6 +140,8 @@ def test_a_keyword_is_in_the_key_or_switches_remembering_off(looks, monkeypatch,
         assert called == [name] * len(called) != []
     elif name == "return_lse":
         assert isinstance(result, tuple)
+    elif name == "threads":
+        np.testing.assert_array_equal(got, plain)
     elif name == "backend":
         if change.value == "reference":
             np.testing.assert_array_equal(got, want.astype(np.float32))

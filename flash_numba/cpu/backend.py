@@ -14,6 +14,7 @@ from ..call import Call, flops
 from ..problem import PROBLEM, SEQUENCE, describe
 from ..reference import Gradients
 from ..work_tiles import packed_work_tiles
+from . import neighbours
 from .gradient import computed
 from .merge import merge
 
@@ -113,7 +114,7 @@ def prepare(call: Call, state: np.ndarray | None) -> Prepared:
     if state is not None:
         problem["state"] = address(state)
     addresses: Any = tuple(problem[name] for name in ("q", "k", "v", "out", "lse"))
-    planned = launch.prepare(problem, call.lse.dtype, flops(call))
+    planned = launch.prepare(problem, call)
     return Prepared(launch.start, planned, addresses, tables, (call, state))
 
 
@@ -224,13 +225,32 @@ def facts(call: Call) -> dict[str, str]:
     for name, array in (("k", call.k), ("v", call.v)):
         in_place = array.dtype == dtype and array.strides[-1] == dtype.itemsize
         found[name] = "read in place" if in_place else f"{array.dtype} or strided columns: converted block by block"
-    threads = launch.threads_for(work, tiles)
-    reason = f"{work / 1e6:.3g} MFLOP" + (
-        f", at most {launch.SERIAL_FLOPS / 1e6:g} run serially" if threads == 1 else ""
-    )
+    threads = launch.threads_for(work, tiles, call.threads)
+    reason = f"{work / 1e6:.3g} MFLOP"
+    if work <= launch.SERIAL_FLOPS:
+        reason += f", at most {launch.SERIAL_FLOPS / 1e6:g} run serially"
+    elif threads < tiles:
+        reason += f"; {thread_limit(call.threads)}"
     found["threads"] = f"{threads} for {tiles} work tiles ({reason})"
     found["scratch"] = f"{int(parameters['end']) * threads / 1024:.0f} KiB"
     return found
+
+
+def thread_limit(asked: int | None = None) -> str:
+    """How many of Numba's threads a call may have, and why not all of them."""
+    import numba
+
+    from . import launch
+
+    most, has = launch.thread_limit(asked), numba.config.NUMBA_NUM_THREADS
+    text = f"{most} of {has}"
+    if neighbours.why_forked():
+        return f"{text}: {neighbours.why_forked()}"
+    if most == asked:
+        return f"{text}: threads={asked}"
+    if most == has:
+        return text
+    return f"{text}: OMP_NUM_THREADS={most}" if most == launch.ENVIRONMENT_LIMIT else f"{text}: numba.set_num_threads"
 
 
 def machine() -> dict[str, str]:
@@ -243,11 +263,8 @@ def machine() -> dict[str, str]:
     tile = registers.REGISTER_TILE
     found = {"numba": f"{numba.__version__} (LLVM target {registers.CPU_NAME})"}
     found["SIMD"] = f"{tile.bits} bits, register tile of {tile.rows} x {tile.vectors} registers"
-    found["threads"] = f"{numba.get_num_threads()} of {numba.config.NUMBA_NUM_THREADS}"
-    try:
-        found["threading layer"] = numba.threading_layer()
-    except ValueError:
-        found["threading layer"] = f"not started yet ({numba.config.THREADING_LAYER})"
+    found["threads"] = thread_limit()
+    found["threading layer"] = neighbours.layer() or f"not started yet ({numba.config.THREADING_LAYER})"
     if numba.config.DISABLE_JIT:
         found["kernels"] = "none: NUMBA_DISABLE_JIT is set, which leaves backend='reference'"
     found["kernel cache"] = str(disk_cache.private_folder() or f"none: {disk_cache.why_not()}")

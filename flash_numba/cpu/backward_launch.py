@@ -15,6 +15,7 @@ from ..scores import LOG2E
 from . import launch
 from .backward_plan import chained_tiles, plan_backward
 from .plan import SimdSizes, up_to
+from .work import work
 
 GRADIENT_FLOPS = 2.5  # over the forward's: five matrix products where it has two
 
@@ -77,6 +78,8 @@ def run_kernel(grad, dk, dv, delta, simd: SimdSizes, progress: Progress | None) 
             groups=0,
             workspace_bytes=0,
             flops=GRADIENT_FLOPS * flops(call),
+            work=GRADIENT_FLOPS * work(call, table.size),
+            limit=call.threads,
         ),
         tuple(problem[name] for name in ("q", "k", "v", "out", "lse")),
         [grad, dk, dv, delta, alive, gradients, gradients_alive, table, done],

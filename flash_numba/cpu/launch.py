@@ -10,20 +10,24 @@ import gc
 import importlib
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numba
 import numpy as np
+from llvmlite.binding.ffi import lib as llvm
 from numba import njit, types
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 
 from ..addresses import address
 from ..backend import Progress
-from ..call import Call
+from ..call import Call, flops
 from ..problem import PROBLEM, describe
+from . import neighbours
 from .compile import MATH
 from .ir.registers import REGISTER_TILE
 from .kernel_cache import KernelCache
@@ -40,11 +44,13 @@ from .plan import (
     plan_forward,
     up_to,
 )
+from .work import work as work_of
 
 # FLOPs under which a second thread costs more than it brings (a parallel launch takes about 20 us).
 SERIAL_FLOPS = 2e6
-# FLOPs a thread does in 50 ms at most: longer calls run beside the calling thread, which waits and stays interruptible.
-WATCHED_FLOPS = 5e9
+# What a thread does in 50 ms at most (`work.py`): longer calls run beside the calling thread, which waits and stays
+# interruptible.
+WATCHED_WORK = 5e9
 
 PARAMETERS_AT = up_to(LINE, PROBLEM.itemsize)  # bytes from a call's problem to its launch parameters
 WORKSPACE, FINISHED = ((PARAMETERS_AT + LAUNCH_PARAMETERS.fields[name][1]) // 8 for name in ("workspace", "finished"))  # type: ignore[index]
@@ -54,31 +60,49 @@ SERIAL_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_in
 _lock = threading.RLock()
 _workers: dict[tuple[str, np.dtype], int] = {}
 _driver = None
-_launched = False  # whether this process has started Numba's threads
-_forked = False  # whether it was forked from one that had: they don't exist here
+ENVIRONMENT_LIMIT = neighbours.threads_in_environment() or sys.maxsize  # read once, as Numba reads its own
+_collector_paused = False
+_workqueue_lock = threading.RLock()
+_in_workqueue = False  # whether the thread that holds its lock is calling the driver
 
 
-def _after_fork() -> None:
-    global _forked, _lock, _workqueue_lock
-    _forked = _launched
-    _lock, _workqueue_lock = threading.RLock(), threading.Lock()
+_forking = ExitStack()
 
 
-_workqueue_lock = threading.Lock()
+def _before_fork() -> None:
+    """Wait for threads that compile: Numba and LLVM would stay locked in the child for good, as they were then."""
+    for lock in (_lock, global_compiler_lock, getattr(llvm, "_lock", None)):  # in the order in which compiling does
+        if lock is not None:
+            _forking.enter_context(lock)
+
+
+def _after_fork_in_child() -> None:
+    global _workqueue_lock, _in_workqueue, _collector_paused
+    _forking.close()
+    _workqueue_lock, _in_workqueue = threading.RLock(), False
+    if _collector_paused:  # by a thread that isn't here to go on
+        _collector_paused = False
+        gc.enable()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_forking.close, after_in_child=_after_fork_in_child)
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Compiling makes millions of objects and little garbage; searching them for cycles takes 5 % of its time."""
-    enabled = gc.isenabled()
+    global _collector_paused
+    if not gc.isenabled():
+        yield
+        return
+    _collector_paused = True
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
+        _collector_paused = False
 
 
 def worker_address(name: str, dtype: np.dtype) -> int:
@@ -98,14 +122,16 @@ def worker_address(name: str, dtype: np.dtype) -> int:
 
 
 def parallel_driver():
-    global _driver, _launched
+    """The compiled `drive`; Numba's threads have been started when it is there."""
+    global _driver
     if _driver is None:
         with _lock:
             driver = njit(parallel=True, nogil=True)(drive)
             driver._cache = KernelCache("drive", drive.__module__)
             driver.compile(types.void(*[types.intp] * 6))
             driver.disable_compile()
-            _driver, _launched = driver, True
+            _driver = driver
+    neighbours.unnest_openmp()
     return _driver
 
 
@@ -142,6 +168,8 @@ class Launch(NamedTuple):
     groups: int  # of decode, where there are several KV splits: how many groups of heads
     workspace_bytes: int  # for the states of all splits
     flops: float
+    work: float  # `work.work`
+    limit: int | None = None  # of threads, from the caller
 
 
 def choose_kernel(problem: np.ndarray, dtype: np.dtype) -> tuple[str, np.ndarray]:
@@ -151,14 +179,18 @@ def choose_kernel(problem: np.ndarray, dtype: np.dtype) -> tuple[str, np.ndarray
     return "forward", plan_forward(problem, simd_sizes(dtype))
 
 
-def prepare(problem: np.ndarray, dtype: np.dtype, flops: float) -> Launch:
-    """Choose and compile the kernel for a `problem.PROBLEM` record in float32 or float64, and plan its work."""
+def prepare(problem: np.ndarray, call: Call) -> Launch:
+    """Choose and compile the kernel for a call and its `problem.PROBLEM` record, and plan its work."""
+    dtype = call.lse.dtype
     name, parameters = choose_kernel(problem, dtype)
     tiles, scratch, splits = int(parameters["tiles"]), int(parameters["end"]), int(parameters["splits"])
     groups = tiles // splits if splits > 1 else 0
     workspace_bytes = groups * splits * int(parameters["state_bytes"])
     worker, words = worker_address(name, dtype), words_of(problem, parameters)
-    return Launch(worker, SERIAL_CALL(worker), words, tiles, scratch, groups, workspace_bytes, flops)
+    work = work_of(call, tiles / max(splits, 1))
+    return Launch(
+        worker, SERIAL_CALL(worker), words, tiles, scratch, groups, workspace_bytes, flops(call), work, call.threads
+    )
 
 
 def words_of(problem: np.ndarray, parameters: np.ndarray) -> np.ndarray:
@@ -169,11 +201,19 @@ def words_of(problem: np.ndarray, parameters: np.ndarray) -> np.ndarray:
     return words.view(np.int64)
 
 
-def threads_for(flops: float, tiles: int) -> int:
-    """How many threads a call is worth."""
-    if flops <= SERIAL_FLOPS or tiles <= 1 or _forked:
+def thread_limit(asked: int | None = None) -> int:
+    """How many threads a call may have, by what its caller asked for, or by the environment. Starts none."""
+    if neighbours.why_forked():
         return 1
-    return min(numba.get_num_threads(), tiles)
+    has = numba.config.NUMBA_NUM_THREADS if neighbours.layer() is None else numba.get_num_threads()
+    return min(has, asked or ENVIRONMENT_LIMIT)
+
+
+def threads_for(flops: float, tiles: int, asked: int | None = None) -> int:
+    """How many threads a call is worth."""
+    if flops <= SERIAL_FLOPS or tiles <= 1 or asked == 1:
+        return 1
+    return min(thread_limit(asked), tiles)
 
 
 def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | None = None) -> None:
@@ -181,7 +221,7 @@ def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | N
 
     keep: those arrays and whatever else the problem points to; they live as long as a thread may write to them.
     """
-    threads = threads_for(launch.flops, launch.tiles)
+    threads = threads_for(launch.flops, launch.tiles, launch.limit)
     # one buffer: a call of a few microseconds notices every allocation
     size = launch.words.size
     buffer = np.empty(size + (threads * launch.scratch_bytes + LINE) // 8, np.int64)
@@ -197,17 +237,19 @@ def start(launch: Launch, addresses: tuple, keep: object, progress: Progress | N
         words[WORKSPACE], words[FINISHED] = up_to(LINE, address(workspace)), address(finished)
         keep = (keep, finished, workspace)
 
-    if threads == 1 and progress is None and launch.flops <= WATCHED_FLOPS:
+    if threads == 1 and progress is None and launch.work <= WATCHED_WORK:
         launch.serial(*at)
         return
 
+    driver, team = (None, 1) if threads == 1 else (parallel_driver(), thread_limit(launch.limit))
+
     def call(alive=(buffer, keep)):
-        if threads == 1:
+        if driver is None:
             launch.serial(*at)
         else:
-            run_parallel(launch.worker, *at, launch.scratch_bytes, threads)
+            run_parallel(driver, launch.worker, *at, launch.scratch_bytes, threads, team)
 
-    if progress is None and (launch.flops <= WATCHED_FLOPS * threads or not in_main_thread()):
+    if progress is None and (launch.work <= WATCHED_WORK * threads or not in_main_thread()):
         call()
     else:
         run_watched(call, words, launch.tiles, progress)
@@ -217,13 +259,34 @@ def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def run_parallel(worker, problem, parameters, scratch, scratch_bytes, threads) -> None:
-    driver = parallel_driver()
-    if numba.threading_layer() == "workqueue":  # which aborts the process on concurrent calls
-        with _workqueue_lock:
-            driver(worker, problem, parameters, scratch, scratch_bytes, threads)
-    else:
-        driver(worker, problem, parameters, scratch, scratch_bytes, threads)
+def run_parallel(driver, worker, problem, parameters, scratch, scratch_bytes, threads, team) -> None:
+    """Run the driver on some threads. team: how many of Numba's take part, so that the others aren't woken."""
+    global _in_workqueue
+    arguments = worker, problem, parameters, scratch, scratch_bytes, threads
+    if numba.threading_layer() != "workqueue":
+        run_in_team(driver, arguments, team)
+        return
+    with _workqueue_lock:  # workqueue aborts the process on concurrent calls
+        if _in_workqueue:  # a signal handler or a finaliser interrupts this thread's own call
+            SERIAL_CALL(worker)(problem, parameters, scratch)
+            return
+        try:
+            _in_workqueue = True
+            run_in_team(driver, arguments, team)
+        finally:
+            _in_workqueue = False
+
+
+def run_in_team(driver, arguments: tuple, team: int) -> None:
+    if team == numba.config.NUMBA_NUM_THREADS:
+        driver(*arguments)
+        return
+    before = numba.get_num_threads()  # of this thread
+    try:
+        numba.set_num_threads(team)
+        driver(*arguments)
+    finally:
+        numba.set_num_threads(before)
 
 
 def run_watched(call: Callable[[], None], words: np.ndarray, tiles: int, progress: Progress | None) -> None:
@@ -241,7 +304,10 @@ def run_watched(call: Callable[[], None], words: np.ndarray, tiles: int, progres
 
     helper = threading.Thread(target=body, name="flash_numba", daemon=True)
     try:
-        helper.start()
+        try:
+            helper.start()
+        except RuntimeError:  # Python 3.12 and up start no threads while the interpreter shuts down
+            body()
         while not done.wait(0.1):
             if progress is not None:
                 progress(min(int(words[(PARAMETERS_AT + NEXT_TILE) // 8]), tiles), tiles)
