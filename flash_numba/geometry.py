@@ -28,6 +28,11 @@ class VisibleKeys(NamedTuple):
     full_stop: int
 
 
+def key_range(start, stop, full_start, full_stop):
+    """The `VisibleKeys` of four numbers: the one place that makes one, for whoever gives it another field."""
+    return VisibleKeys(start, stop, full_start, full_stop)
+
+
 def row_bounds(position, left, right):
     """The first and the last key that the row at a position sees, before there being keys at all is looked at."""
     return position - left, position + right
@@ -45,7 +50,7 @@ def visible_keys(first_position, last_position, left, right, start, stop):
     if last_position < first_position:
         last = first - 1
     first = max(start, min(stop, first))
-    return VisibleKeys(first, max(first, min(stop, last + 1)), max(start, full_start), min(stop, full_stop + 1))
+    return key_range(first, max(first, min(stop, last + 1)), max(start, full_start), min(stop, full_stop + 1))
 
 
 def next_block(visible, key, size):

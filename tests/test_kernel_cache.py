@@ -46,7 +46,7 @@ def test_a_file_is_of_one_kernel_signature_and_cpu(monkeypatch, tmp_path):
 
     def name_of(kernel="forward_float32", signature="void(int64)", cpu="znver4", features="+avx2", triple="x86_64"):
         target = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
-        return kernel_cache.KernelCache(kernel, FORWARD)._file(tmp_path, signature, target)
+        return kernel_cache.KernelCache(kernel, FORWARD)._file(signature, target)
 
     changed = [
         {"kernel": "forward_float64"}, {"signature": "void(int32)"}, {"cpu": "znver3"}, {"features": "+avx2,+fma"},

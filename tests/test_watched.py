@@ -6,6 +6,7 @@ A call that is cut short leaves its output as it was, which tells it from one th
 import threading
 import time
 
+import numba
 import numpy as np
 import pytest
 
@@ -53,7 +54,7 @@ def test_an_error_of_the_call_itself_reaches_the_caller(monkeypatch, threads, gr
     def fail(*of):
         raise MemoryError("of the helper")
 
-    monkeypatch.setattr(launch, "threads_for", lambda flops, tiles: threads)
+    monkeypatch.setattr(launch, "threads_for", lambda flops, tiles, asked=None: threads)
     monkeypatch.setattr(launch, "run_parallel", fail)
     monkeypatch.setattr(launch, "SERIAL_CALL", lambda worker: fail)
     seen = []
@@ -73,9 +74,9 @@ def test_workqueue_gets_one_call_at_a_time(monkeypatch):
         time.sleep(0.01)  # time for another to come in, were it let
         inside.pop()
 
-    monkeypatch.setattr(launch, "parallel_driver", lambda: driver)
     monkeypatch.setattr(launch.numba, "threading_layer", lambda: "workqueue")
-    callers = [threading.Thread(target=launch.run_parallel, args=(n, 0, 0, 0, 0, 2)) for n in range(5)]
+    team = numba.config.NUMBA_NUM_THREADS
+    callers = [threading.Thread(target=launch.run_parallel, args=(driver, n, 0, 0, 0, 0, 2, team)) for n in range(5)]
     for caller in callers:
         caller.start()
     for caller in callers:

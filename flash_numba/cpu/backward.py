@@ -206,7 +206,7 @@ def differentiate_row_tile(p, g, launch, work, scratch, block, first, rows, seen
     multiply_keys(s, move(k, key * launch.q_stride), launch.q_stride, move(q, first * p.dim), n, p.dim)
     v = move(block.v, key * block.v_stride)
     multiply_keys(dp, v, block.v_stride, move(dout, first * p.value_dim), n, p.value_dim)
-    apply_rules_with_derivative(p, head.slope, s, operands, row + head.shift, seen, slopes)
+    apply_rules_with_derivative(p, head, s, operands, row, seen, slopes)
     if p.keep_factor != 0.0:
         fill(keep, n * width, 1)
         drop_weights(p, head, keep, row, seen.start, n)
@@ -408,7 +408,7 @@ def differentiate_work_tile(p, launch, number, scratch, cancel):
     work = start_work_tile(p, g, launch, number, scratch)
     walked = work.visible
     if launch.walks_all:
-        walked = VisibleKeys(0, p.keys, 0, 0)
+        walked = geometry.key_range(0, p.keys, 0, 0)
     start = geometry.next_block(walked, 0, launch.block_k)
     publish(work.done, start // launch.block_k)
     while start < walked.stop:

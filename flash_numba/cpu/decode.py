@@ -175,9 +175,9 @@ def weigh_rows(p, launch, split, scratch, start, stop):
     for r in range(split.rows):
         row, own, i = move(s, r * stride), head_of_row(p, head, r), r % p.queries
         seen = row_keys(p, head, i, start, stop)
-        visible = VisibleKeys(start, stop, seen.start, seen.stop)
+        visible = geometry.key_range(start, stop, seen.start, seen.stop)
         operands = operands_of_row(p, move(bias, r * stride), move(mask, r * stride))
-        apply_rules_to_row(p, own.slope, row, operands, head.shift + i, visible, None)
+        apply_rules_to_row(p, own, row, operands, i, visible, None)
         hides = hides or seen.start > start or seen.stop < stop
         ahead = row_address(values, start + r % ROWS * count)
         state.m[r], state.l[r], alpha[r] = weigh_row(

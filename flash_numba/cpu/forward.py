@@ -190,8 +190,7 @@ def attend_block(p, launch, work, scratch, block_start):
 
         tile_k, tile_v = move(k, (seen.start - block_start) * k_stride), move(v, (seen.start - block_start) * v_stride)
         multiply_keys(s, tile_k, k_stride, move(q, first * p.dim), n, p.dim)
-        position = row + head.shift
-        apply_rules(p, head.slope, s, operands, position, seen, None)
+        apply_rules(p, head, s, operands, row, seen, None)
 
         ahead = ahead_of(p, head, block_stop, first // width)
         scores_to_weights(s, move(work.m, first), move(work.l, first), alpha, n, ahead)
@@ -201,7 +200,7 @@ def attend_block(p, launch, work, scratch, block_start):
         if hides and finite < 0:
             finite = all_finite(v, count, p.value_dim, v_stride)
         if hides and finite == 0:
-            at = position - seen.start
+            at = row + head.shift - seen.start
             add_seen_values(o, alpha, tile_v, v_stride, s, n, p.value_dim, at, p.left, p.right, operands)
         else:
             add_values(o, alpha, tile_v, v_stride, s, n, p.value_dim)

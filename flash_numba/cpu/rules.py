@@ -187,19 +187,19 @@ def score_rules(rows_of, softcap, alibi, hide):
     """The ordered function for one meaning of lanes."""
 
     @njit(**HELPER)
-    def apply_rules(p, slope, s, operands, position, visible, derivative):
+    def apply_rules(p, head, s, operands, i, visible, derivative):
         """All rules on the scores of the keys visible.start to visible.stop.
 
-        slope: of ALiBi. operands: loaded `operands.Operands`. position: of the row, or of the tile's first row.
+        operands: loaded `operands.Operands`. i: the row of the head, or the tile's first row.
         visible: its full range are the keys that need no mask by position. derivative: where the derivative of the
         rules by the score goes, laid out as s, in the gradient; None elsewhere.
         """
-        count = rows_of(s, visible.stop - visible.start)
+        count, position = rows_of(s, visible.stop - visible.start), i + head.shift
         first, second = operands.first, operands.second
         if p.softcap != 0.0:
             softcap(s, derivative, count, p.softcap)
-        if slope != 0.0:
-            alibi(s, count, slope, position - visible.start)
+        if head.slope != 0.0:
+            alibi(s, count, head.slope, position - visible.start)
         if first.used and not first.is_mask:
             add_bias(s, first.part, count)
         if second.used and not second.is_mask:

@@ -40,7 +40,8 @@ def bound(x):
 @device
 def bounded(visible):
     """`VisibleKeys` in 32-bit integers."""
-    return VisibleKeys(bound(visible.start), bound(visible.stop), bound(visible.full_start), bound(visible.full_stop))
+    start, stop = bound(visible.start), bound(visible.stop)
+    return geometry.key_range(start, stop, bound(visible.full_start), bound(visible.full_stop))
 
 
 # -- numbers that all threads share ------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def notes(tiling):
     @device
     def noted_visible(shared):
         start, stop, full_start, full_stop = ptx.load_shared_four(place_of(shared, VISIBLE))
-        return VisibleKeys(start, stop, full_start, full_stop)
+        return geometry.key_range(start, stop, full_start, full_stop)
 
     @device
     def noted_tile(shared):
