@@ -39,6 +39,7 @@ from test_conformance import ANY_SHAPE, heads_first, normal, same_bits
 import flash_numba
 from flash_numba import Gradients, attention, attention_varlen, bands, recurrence, reference
 from flash_numba.cpu import backward, backward_plan, launch
+from flash_numba.geometry import key_range
 
 INF, NAN = math.inf, math.nan
 NAMES = Gradients._fields
@@ -800,7 +801,7 @@ def test_a_work_tile_that_others_wait_for_goes_through_all_blocks(walks_all):
     names = {
         "problem_at": (SimpleNamespace(bias=1, bias_column=4, q=0),), "itemsize": (4,), "start_work_tile": (work,),
         "read_flag": (0,), "publish": (None,), "differentiate_block": (True,),
-        "geometry": SimpleNamespace(next_block=lambda visible, start, size: max(start, visible.start)),
+        "geometry": SimpleNamespace(next_block=lambda of, start, size: max(start, of.start), key_range=key_range),
     }  # fmt: skip
     of, events = order_of(backward.differentiate_work_tile, **names)
     of(SimpleNamespace(keys=40), SimpleNamespace(gradient=0, walks_all=walks_all, block_k=10), 0, 0, 0)
