@@ -81,12 +81,6 @@ def first_state_of(launch, group, scratch):
     return pointer_like(scratch, launch.workspace + group * launch.splits * launch.state_bytes)
 
 
-@njit(forceinline=True, **HELPER)
-def head_of_row(p, head, r):
-    """The query head of packed row r, where `head` is the group's first."""
-    return head_of(p, head.b, head.h + r // p.queries)
-
-
 @njit(**HELPER)
 def start_split(p, launch, tile, scratch):
     """The work tile of a number, its queries loaded and its state started."""
@@ -97,10 +91,12 @@ def start_split(p, launch, tile, scratch):
     rows, dim = heads * p.queries, launch.padded_dim
     q, scale = part(scratch, launch.queries), saturated(scratch, head.scale)
     state = state_at(launch, part(first_state_of(launch, group, scratch), number * launch.state_bytes))
+    for n in range(heads):
+        of_head = queries_of(p, head_of(p, head.b, head.h + n))
+        load_padded(move(q, n * p.queries * dim), of_head, 0, p.queries, dim)
+    for d in range(rows * dim):
+        q[d] *= scale
     for r in range(rows):
-        load_padded(move(q, r * dim), queries_of(p, head_of_row(p, head, r)), r % p.queries, 1, dim)
-        for d in range(dim):
-            q[r * dim + d] *= scale
         state.m[r], state.l[r] = -inf, 0
     for d in range(rows * dim, launch.query_rows * dim):
         q[d] = 0
@@ -167,23 +163,25 @@ def add_seen_values(o, alpha, v, v_stride, s, keys, columns, first, stop, operan
 @njit(**HELPER)
 def weigh_rows(p, launch, split, scratch, start, stop):
     """Scores of a block to weights, row by row: rules, recurrence, dropout. Whether some key may be hidden."""
-    head, state, n, hides = split.head, split.state, stop - start, False
+    head, state, n, hides, r = split.head, split.state, stop - start, False, 0
     s, alpha, stride = part(scratch, launch.scores), part(scratch, launch.alpha), launch.score_stride
     bias, mask = part(scratch, launch.bias), part(scratch, launch.mask)
     values, count = values_of(p, head), rows_of_lanes(s, n)
     v_bytes = p.value_dim * p.v_column if p.v_column <= 8 else 0  # of contiguous columns
-    for r in range(split.rows):
-        row, own, i = move(s, r * stride), head_of_row(p, head, r), r % p.queries
-        seen = row_keys(p, head, i, start, stop)
-        visible = geometry.key_range(start, stop, seen.start, seen.stop)
-        operands = operands_of_row(p, move(bias, r * stride), move(mask, r * stride))
-        apply_rules_to_row(p, own, row, operands, i, visible, None)
-        hides = hides or seen.start > start or seen.stop < stop
-        ahead = row_address(values, start + r % ROWS * count)
-        state.m[r], state.l[r], alpha[r] = weigh_row(
-            row, count, state.m[r], state.l[r], ahead, values.row_stride, v_bytes
-        )
-        drop_weights_of_row(p, own, row, i, start, n)
+    while r < split.rows:
+        own = head_of(p, head.b, head.h + r // p.queries)
+        for i in range(p.queries):
+            row, seen = move(s, r * stride), row_keys(p, head, i, start, stop)
+            visible = geometry.key_range(start, stop, seen.start, seen.stop)
+            operands = operands_of_row(p, move(bias, r * stride), move(mask, r * stride))
+            apply_rules_to_row(p, own, row, operands, i, visible, None)
+            hides = hides or seen.start > start or seen.stop < stop
+            ahead = row_address(values, start + r % ROWS * count)
+            state.m[r], state.l[r], alpha[r] = weigh_row(
+                row, count, state.m[r], state.l[r], ahead, values.row_stride, v_bytes
+            )
+            drop_weights_of_row(p, own, row, i, start, n)
+            r += 1
     return hides
 
 
@@ -253,16 +251,18 @@ def merge_splits(o, m, l, first, splits, state_bytes, plan_m, plan_l, rows, o_st
 def write_group(p, launch, split, state, scratch):
     """Finalize all rows: take the sinks in, normalize, and store them."""
     staging, size, o_stride = part(scratch, launch.staging), itemsize(scratch), launch.padded_value_dim
-    o, m, l = state.o, state.m, state.l
-    for r in range(split.rows):
-        own, i = head_of_row(p, split.head, r), r % p.queries
-        row_lse, normalizer = recurrence.finalize(lane(m[r]), lane(l[r]), lane(real(m, own.sink)))
-        pointer_like(o, own.lse + i * size)[0] = scalar(row_lse)
-        normalizer = normalizer * lane(real(m, own.v_scale))
-        for c in range(p.value_dim):
-            staging[c] = scalar(recurrence.normalized(lane(o[r * o_stride + c]), lane(l[r]), normalizer))
+    o, m, l, r = state.o, state.m, state.l, 0
+    while r < split.rows:
+        own = head_of(p, split.head.b, split.head.h + r // p.queries)
         out = out_of(p, own)
-        store_row(row_address(out, i), out.column_stride, out.code, staging, out.columns)
+        for i in range(p.queries):
+            row_lse, normalizer = recurrence.finalize(lane(m[r]), lane(l[r]), lane(real(m, own.sink)))
+            pointer_like(o, own.lse + i * size)[0] = scalar(row_lse)
+            normalizer = normalizer * lane(real(m, own.v_scale))
+            for c in range(p.value_dim):
+                staging[c] = scalar(recurrence.normalized(lane(o[r * o_stride + c]), lane(l[r]), normalizer))
+            store_row(row_address(out, i), out.column_stride, out.code, staging, out.columns)
+            r += 1
 
 
 # -- one thread --------------------------------------------------------------------------------------------------------
