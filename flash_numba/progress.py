@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,23 +11,23 @@ import numpy as np
 TERMINAL_PAUSE, NOTEBOOK_PAUSE = 0.1, 0.5
 
 
-@contextmanager
-def reported(progress: Any, title: str) -> Iterator[Callable[..., None] | None]:
+NOBODY: AbstractContextManager = nullcontext()
+
+
+def reported(progress: Any, title: str) -> AbstractContextManager:
     """Whom a call reports to while it runs: `progress` itself, a bar for True, nobody for False and None.
 
     Raises:
         TypeError: something else.
         ImportError: a bar without rich.
     """
-    if progress is None or callable(progress):
-        yield progress
-    elif not isinstance(progress, (bool, np.bool_)):
+    if progress is None:
+        return NOBODY
+    if callable(progress):
+        return nullcontext(progress)
+    if not isinstance(progress, (bool, np.bool_)):
         raise TypeError(f"progress must be True for a bar, callable, False or None, got {progress!r}")
-    elif not progress:
-        yield None
-    else:
-        with bar(title) as report:
-            yield report
+    return bar(title) if progress else NOBODY
 
 
 @contextmanager
