@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+import llvmlite.binding.ffi
 import numba
 import numpy as np
-from llvmlite.binding.ffi import lib as llvm
 from numba import njit, types
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
@@ -71,7 +71,11 @@ _forking = ExitStack()
 
 def _before_fork() -> None:
     """Wait for threads that compile: Numba and LLVM would stay locked in the child for good, as they were then."""
-    for lock in (_lock, global_compiler_lock, getattr(llvm, "_lock", None)):  # in the order in which compiling does
+    for lock in (
+        _lock,
+        global_compiler_lock,
+        getattr(llvmlite.binding.ffi.lib, "_lock", None),
+    ):  # in the order in which compiling does
         if lock is not None:
             _forking.enter_context(lock)
 
