@@ -71,11 +71,8 @@ _forking = ExitStack()
 
 def _before_fork() -> None:
     """Wait for threads that compile: Numba and LLVM would stay locked in the child for good, as they were then."""
-    for lock in (
-        _lock,
-        global_compiler_lock,
-        getattr(llvmlite.binding.ffi.lib, "_lock", None),
-    ):  # in the order in which compiling does
+    of_llvm = getattr(llvmlite.binding.ffi.lib, "_lock", None)
+    for lock in (_lock, global_compiler_lock, of_llvm):  # in the order in which compiling takes them
         if lock is not None:
             _forking.enter_context(lock)
 
